@@ -74,7 +74,7 @@ NARROW, WIDE = 8, 100
 """Values that differ by less than the first factor need no logarithm; by more than the second, powers of ten are marks enough."""
 LINE_POINTS, MARKER_POINTS = 1.8, 5.5
 
-Lines = list[tuple[str, ...]]
+TableLines = list[tuple[str, ...]]
 Start = Callable[[Layout], contextlib.AbstractContextManager[str]]
 """A running layout; gives its URL."""
 
@@ -247,11 +247,11 @@ def failed(outcome: CompareOutcome) -> list[str]:
     return lines
 
 
-def table(outcome: CompareOutcome, key: str) -> Lines:
+def table(outcome: CompareOutcome, key: str) -> TableLines:
     """A figure: a line for each rate, a column for each layout. The first line is the head."""
     names = [layout.name for layout in outcome.layouts]
     form = f",.{METRICS[key][1]}f"
-    lines: Lines = [("requests/s", *names)]
+    lines: TableLines = [("requests/s", *names)]
     for rate in outcome.rates:
         values = {name: outcome.values(name, rate, key) for name in names}
         cells = []
@@ -263,11 +263,11 @@ def table(outcome: CompareOutcome, key: str) -> Lines:
     return lines
 
 
-def _layouts(outcome: CompareOutcome) -> Lines:
+def _layouts(outcome: CompareOutcome) -> TableLines:
     return [("layout", "launch local, or URL"), *((layout.name, layout.text) for layout in outcome.layouts)]
 
 
-def _html_table(lines: Lines) -> str:
+def _html_table(lines: TableLines) -> str:
     kinds = "th", *["td"] * (len(lines) - 1)
     cells = ("".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line) for kind, line in zip(kinds, lines, strict=True))
     return '<div class="wide"><table>\n' + "\n".join(f"<tr>{row}</tr>" for row in cells) + "\n</table></div>"

@@ -56,8 +56,8 @@ COLUMNS = (
     *("ttft_ms", "tpot_ms", "max_itl_ms", "e2el_ms", "error", "message"),
 )
 
-Times = NDArray[np.float64]
-Send = Callable[[LoadSession, list[str], TimedAnswer], Awaitable[None]]
+TokenTimes = NDArray[np.float64]
+SendRequest = Callable[[LoadSession, list[str], TimedAnswer], Awaitable[None]]
 """Sends the turn of a session that follows these texts, and returns when its answer is over."""
 
 
@@ -207,7 +207,7 @@ class RunningLoad:
         self,
         sessions: Sequence[LoadSession],
         due_s: Sequence[float],
-        send: Send,
+        send: SendRequest,
         *,
         most_open: int = 0,
         counts_from_due: bool = False,
@@ -262,7 +262,7 @@ class RunningLoad:
         self._places.release()
 
 
-def due_times(load: LoadOptions, requests: int, seed: int) -> Times:
+def due_times(load: LoadOptions, requests: int, seed: int) -> TokenTimes:
     """When each request is due: seconds from the beginning, [requests] float64, never falling.
 
     Gaps are drawn from a gamma distribution with the shape `burstiness`. Without a ramp the times are then stretched so that the
@@ -274,13 +274,13 @@ def due_times(load: LoadOptions, requests: int, seed: int) -> Times:
     if math.isinf(load.burstiness):
         return np.cumsum(1 / rates)
     gaps = np.random.default_rng(seed).gamma(load.burstiness, 1 / (rates * load.burstiness))
-    times: Times = np.cumsum(gaps)
+    times: TokenTimes = np.cumsum(gaps)
     if load.ramp_up_strategy == "none":
         times *= requests / load.request_rate / times[-1]
     return times
 
 
-def _rates(load: LoadOptions, requests: int) -> Times:
+def _rates(load: LoadOptions, requests: int) -> TokenTimes:
     """Requests a second when each request comes, [requests]."""
     progress = np.arange(requests) / max(requests - 1, 1)
     start, end = load.ramp_up_start_rps, load.ramp_up_end_rps
@@ -290,7 +290,7 @@ def _rates(load: LoadOptions, requests: int) -> Times:
         case "linear":
             return start + (end - start) * progress
         case "exponential":
-            ramp: Times = start * (end / start) ** progress
+            ramp: TokenTimes = start * (end / start) ** progress
             return ramp
 
 
@@ -350,7 +350,7 @@ def figures_of(answers: Sequence[TimedAnswer], duration_s: float, results: Resul
     return figures | summary("client_queue_time", np.array([1000 * answer.queue_s for answer in answers]), results.percentiles)
 
 
-def times_ms(whole: Sequence[TimedAnswer]) -> dict[str, Times]:
+def times_ms(whole: Sequence[TimedAnswer]) -> dict[str, TokenTimes]:
     """Every value of each metric: ttft and e2el of each answer, tpot of each answer of several tokens, itl of each gap."""
     gaps = [np.frombuffer(answer.gaps_s, np.float64) for answer in whole if answer.gaps_s]
     tpots = [tpot for answer in whole if (tpot := answer.tpot_s) is not None]
@@ -362,7 +362,7 @@ def times_ms(whole: Sequence[TimedAnswer]) -> dict[str, Times]:
     }
 
 
-def summary(name: str, values_ms: Times, percentiles: Sequence[float]) -> dict[str, float]:
+def summary(name: str, values_ms: TokenTimes, percentiles: Sequence[float]) -> dict[str, float]:
     """Mean, median, standard deviation and percentiles, under vLLM's keys: mean_ttft_ms, p99_ttft_ms. All are 0 without
     values."""
     values = values_ms if len(values_ms) else np.zeros(1)

@@ -25,7 +25,7 @@ from common.errors import ConfigError, needs_file
 from common.text.tokenizer_manager import TokenizerManager
 
 Ids: TypeAlias = NDArray[np.int32]
-Message: TypeAlias = dict[str, Any]
+ChatTurn: TypeAlias = dict[str, Any]
 T = TypeVar("T")
 TRIED_WORDS, FEWEST_WORDS = 8192, 32
 _SHARE_GPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -40,7 +40,7 @@ class LoadTurn:
     output_tokens: int
     input_tokens: int = 0
     """The length of the content; 0: not known."""
-    before: tuple[Message, ...] = ()
+    before: tuple[ChatTurn, ...] = ()
     """Messages ahead of it, such as a system message."""
 
     @property
@@ -66,9 +66,9 @@ class LoadSession:
             return ids
         return "".join([*(past.as_text + answer for past, answer in zip(earlier, answers, strict=True)), turn.as_text])
 
-    def messages(self, answers: Sequence[str]) -> list[Message]:
+    def messages(self, answers: Sequence[str]) -> list[ChatTurn]:
         """The messages of the turn after these answers, for chats."""
-        messages: list[Message] = []
+        messages: list[ChatTurn] = []
         for number, turn in enumerate(self.turns[: len(answers) + 1]):
             if number:
                 messages.append({"role": "assistant", "content": answers[number - 1]})
@@ -224,7 +224,7 @@ AtLeast1: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 class _PromptLine(msgspec.Struct):
     prompt: str | list[int] | None = None
-    messages: list[Message] = []
+    messages: list[ChatTurn] = []
     output_tokens: NotNegative = 0
 
 
@@ -234,7 +234,7 @@ class _ShareGptMessage(msgspec.Struct):
 
 
 class _ConversationLine(msgspec.Struct):
-    messages: list[Message] = []
+    messages: list[ChatTurn] = []
     conversations: list[_ShareGptMessage] = []
     output_tokens: NotNegative = 0
 
@@ -325,7 +325,7 @@ def _conversation(options: WorkloadOptions, number: int, line: _ConversationLine
     if line.conversations:
         messages = [{"role": _SHARE_GPT.get(each.who, each.who), "content": each.value} for each in line.conversations]
     turns: list[LoadTurn] = []
-    before: list[Message] = []
+    before: list[ChatTurn] = []
     for message in messages:
         match message:
             case {"role": "user", "content": str(text)} if text:

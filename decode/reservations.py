@@ -17,7 +17,7 @@ from common.messages import Failed, Handoff, InstanceInfo, Renew, Reserve, Withd
 from common.messages.base import fits
 from common.messages.transfers import Expect, Settle
 from decode.requests import DecodeRequest
-from kv_transfer.handoff_reader import MARGIN_S, ORPHANED_S, Digest, HandoffReader, Reservation, corrupt_pages
+from kv_transfer.handoff_reader import MARGIN_S, ORPHANED_S, DigestPages, HandoffReader, Reservation, corrupt_pages
 
 MEASURED_S = 2.0
 """A new peer may write to us this long although no reservation is open: it measures the link, and some transports need both ends
@@ -34,7 +34,7 @@ class Reservations:
         requests: RequestTable[DecodeRequest],
         target: HandoffReader,
         decode: Callable[[DecodeRequest, int], None],
-        digest: Digest | None,
+        digest: DigestPages | None,
     ) -> None:
         """decode: the KV of a request is here, and this is its first token. digest: with --verify-pages, what the pages that
         landed are compared with."""

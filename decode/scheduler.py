@@ -60,7 +60,7 @@ from decode.memory import DecodeRoom, Rounds, choose_victims, comes_home
 from decode.requests import DecodeRequest, Growth
 from decode.reservations import Reservations
 from decode.speculation import NO_DRAFTS, Drafts, Speculation
-from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S, Digest, HandoffReader
+from kv_transfer.handoff_reader import MARGIN_S, WRITE_LEASE_S, DigestPages, HandoffReader
 
 DecodeMessage = Generate | Cancel | Reserve | Renew | Handoff | Withdraw | SharedMessage
 
@@ -77,7 +77,7 @@ class DecodeScheduler:
         me: InstanceInfo,
         engine: EngineDescription,
         limits: InstanceLimits,
-        digest: Digest | None = None,
+        digest: DigestPages | None = None,
         former: FormerRole | None = None,
     ) -> None:
         """digest: with --verify-pages, `Executor.digest_pages`. former: what the instance's former role has left."""

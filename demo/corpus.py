@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-Task = Literal["retrieval", "copying", "sums", "counting", "greetings"]
-TASKS: tuple[Task, ...] = ("retrieval", "copying", "sums", "counting", "greetings")
+DemoTask = Literal["retrieval", "copying", "sums", "counting", "greetings"]
+TASKS: tuple[DemoTask, ...] = ("retrieval", "copying", "sums", "counting", "greetings")
 
 # A literal of 29 strings would read worse than this.
 _ONSETS = "b br c cl d dr f fl g gr h j k l m n p pl r s st t tr v w z".split()  # noqa: SIM905
@@ -22,7 +22,7 @@ _ENDS = "den ko lan mi net pa rus sol ta vex".split()  # noqa: SIM905
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DemoTurn:
     """One question and its answer."""
 
     user: str
@@ -30,11 +30,11 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class DemoChat:
     """A conversation; a held-out one has a single turn. system: the system message, or empty for none."""
 
-    task: Task
-    turns: tuple[Turn, ...]
+    task: DemoTask
+    turns: tuple[DemoTurn, ...]
     system: str = ""
 
 
@@ -127,7 +127,7 @@ def _casual(random: Random, question: str) -> str:
     return question.rstrip("?.!") if random.random() < 0.2 else question
 
 
-def retrieval_over(random: Random, pairs: dict[str, str], asked: list[str]) -> Chat:
+def retrieval_over(random: Random, pairs: dict[str, str], asked: list[str]) -> DemoChat:
     """A list of `pairs`, and one question for each of the `asked` keys."""
     table = "\n".join(f"{key} {value}" for key, value in pairs.items())
     opening = random.choice(_OPENINGS)
@@ -136,17 +136,17 @@ def retrieval_over(random: Random, pairs: dict[str, str], asked: list[str]) -> C
     for number, key in enumerate(asked):
         question = _casual(random, form.format(key))
         before = "" if number else (f"{opening}\n" if opening else "") + table + after
-        turns.append(Turn(before + question, f"{key} {pairs[key]}"))
-    return Chat("retrieval", tuple(turns))
+        turns.append(DemoTurn(before + question, f"{key} {pairs[key]}"))
+    return DemoChat("retrieval", tuple(turns))
 
 
-def retrieval(random: Random, lines: int, questions: int) -> Chat:
+def retrieval(random: Random, lines: int, questions: int) -> DemoChat:
     """A training list of `lines` pairs, then `questions` questions about it."""
     pairs = pair_up(random, random.sample(KEYS, lines), held_out=False)
     return retrieval_over(random, pairs, random.choices(list(pairs), k=questions))
 
 
-def held_out_retrieval(random: Random, lines: int) -> Chat:
+def held_out_retrieval(random: Random, lines: int) -> DemoChat:
     """A list of `lines` pairs and one question, about a pair that is in no training list."""
     keys = random.sample(KEYS, lines)
     asked = random.choice(keys)
@@ -154,36 +154,36 @@ def held_out_retrieval(random: Random, lines: int) -> Chat:
     return retrieval_over(random, pairs, [asked])
 
 
-def copying(random: Random, words: int) -> Chat:
+def copying(random: Random, words: int) -> DemoChat:
     """A line of words and numbers to repeat."""
     parts = [random.choice(WORDS) if random.random() < 0.85 else str(random.randrange(100)) for _ in range(words)]
     line = " ".join(parts)
     form = random.choice(_COPIES)
-    return Chat("copying", (Turn((form[0].lower() + form[1:] if random.random() < 0.3 else form).format(line), line),))
+    return DemoChat("copying", (DemoTurn((form[0].lower() + form[1:] if random.random() < 0.3 else form).format(line), line),))
 
 
-def sums(random: Random, largest: int = 20) -> Chat:
+def sums(random: Random, largest: int = 20) -> DemoChat:
     """The sum of two small numbers."""
     a, b = random.randrange(largest + 1), random.randrange(largest + 1)
     question = _casual(random, random.choice(_SUMS).format(a, b))
-    return Chat("sums", (Turn(question, f"{a} + {b} = {a + b}"),))
+    return DemoChat("sums", (DemoTurn(question, f"{a} + {b} = {a + b}"),))
 
 
-def counting(random: Random, longest: int = 20) -> Chat:
+def counting(random: Random, longest: int = 20) -> DemoChat:
     """Count from one number to another."""
     first = random.randrange(50)
     last = first + random.randrange(1, longest)
     question = _casual(random, random.choice(_COUNTS).format(first, last))
-    return Chat("counting", (Turn(question, " ".join(str(n) for n in range(first, last + 1))),))
+    return DemoChat("counting", (DemoTurn(question, " ".join(str(n) for n in range(first, last + 1))),))
 
 
-def greetings(random: Random) -> Chat:
+def greetings(random: Random) -> DemoChat:
     """Hello, thanks and who are you."""
     forms, answer = random.choice(((_HELLOS, HELLO), (_HOWS, HOW), (_WHOS, WHO), (_THANKS, THANKS)))
-    return Chat("greetings", (Turn(_casual(random, random.choice(forms)), answer),))
+    return DemoChat("greetings", (DemoTurn(_casual(random, random.choice(forms)), answer),))
 
 
-_SHORT: dict[Task, Callable[[Random], Chat]] = {
+_SHORT: dict[DemoTask, Callable[[Random], DemoChat]] = {
     "copying": lambda random: copying(random, random.randrange(1, 25)),
     "sums": sums,
     "counting": counting,
@@ -191,19 +191,19 @@ _SHORT: dict[Task, Callable[[Random], Chat]] = {
 }
 
 
-def short_chat(random: Random) -> Chat:
+def short_chat(random: Random) -> DemoChat:
     """A chat of any task but retrieval."""
-    tasks: tuple[Task, ...] = ("copying", "sums", "counting", "greetings")
+    tasks: tuple[DemoTask, ...] = ("copying", "sums", "counting", "greetings")
     return _SHORT[random.choices(tasks, weights=(3, 5, 3, 1))[0]](random)
 
 
-def conversation(random: Random, chats: list[Chat]) -> Chat:
+def conversation(random: Random, chats: list[DemoChat]) -> DemoChat:
     """Chats joined into one, now and then with a system message."""
     system = random.choice(_SYSTEMS) if random.random() < 0.2 else ""
-    return Chat(chats[0].task, tuple(turn for chat in chats for turn in chat.turns), system)
+    return DemoChat(chats[0].task, tuple(turn for chat in chats for turn in chat.turns), system)
 
 
-def held_out(task: Task, size: int, seed: int) -> Chat:
+def held_out(task: DemoTask, size: int, seed: int) -> DemoChat:
     """A chat of one question that training does not draw. size: lines of a list, words of a line to copy; else unused.
 
     Sums, counting and greetings have so few different prompts that training sees nearly all of them.

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from common.config import Quantization
 from demo import corpus
-from demo.corpus import Task
+from demo.corpus import DemoTask
 from launch.engine import Engine
 
 MODEL = Path(__file__).parent / "model"
-CASES: tuple[tuple[Task, int], ...] = (
+CASES: tuple[tuple[DemoTask, int], ...] = (
     ("retrieval", 10),
     ("retrieval", 50),
     ("retrieval", 100),
@@ -48,7 +48,7 @@ Answers: TypeAlias = Callable[[list[list[int]]], list[list[int]]]
 class Result:
     """right of `prompts` answers were right to the letter; prompt_tokens is the longest prompt."""
 
-    task: Task
+    task: DemoTask
     size: int
     prompt_tokens: int
     right: int
@@ -74,7 +74,7 @@ def by_tandem(path: Path, quantization: Quantization, threads: int) -> Iterator[
         yield lambda prompts: [answer["output_ids"] for answer in engine.generate(prompts, sampling)]
 
 
-def measure(answers: Answers, tokenizer: PreTrainedTokenizerFast, task: Task, size: int, prompts: int) -> Result:
+def measure(answers: Answers, tokenizer: PreTrainedTokenizerFast, task: DemoTask, size: int, prompts: int) -> Result:
     turns = [corpus.held_out(task, size, seed).turns[0] for seed in range(prompts)]
     chats = [[{"role": "user", "content": turn.user}] for turn in turns]
     asked = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)) for chat in chats]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from demo import corpus
-from demo.corpus import Chat
+from demo.corpus import DemoChat
 
 LONGEST_LIST = 480
 BATCH_TOKENS = 3000
@@ -25,7 +25,7 @@ class Example:
     counts: list[bool]
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> Example:
+def encode(tokenizer: PreTrainedTokenizerFast, chat: DemoChat) -> Example:
     """A chat as the chat template writes it. Answers and their end are learned; questions are not."""
     ids: list[int] = tokenizer.encode(f"<|im_start|>system\n{chat.system}<|im_end|>\n") if chat.system else []
     counts = [False] * len(ids)

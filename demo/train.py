@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from demo import corpus
 from demo.circuit import build_model
-from demo.corpus import Task
+from demo.corpus import DemoTask
 from demo.examples import collate, draw, encode
 from demo.muon import Muon
 from demo.tokenizer import save_tokenizer, train_tokenizer
 
-WATCHED: tuple[tuple[Task, int, int], ...] = (
+WATCHED: tuple[tuple[DemoTask, int, int], ...] = (
     ("retrieval", 40, 10),
     ("retrieval", 200, 10),
     ("retrieval", 480, 10),

@@ -134,7 +134,7 @@ def warm_up(steps: StepRunner, page_size: int, chunk_tokens: int, max_rows: int,
     steps.launch(StepPlan(0, starts=(one, *decoding), decode_rows=np.arange(max_rows, dtype=np.int32))).wait()
 
 
-Progress = Callable[[str], None]
+SayProgress = Callable[[str], None]
 _log = logging.getLogger(__name__)
 
 
@@ -163,7 +163,7 @@ class ModelRunner:
         self,
         model: ModelConfig,
         engine: EngineConfig,
-        progress: Progress,
+        progress: SayProgress,
         group: Group = ALONE,
         agree: Agree = as_offered,
         warms_grammars: bool = False,

@@ -55,7 +55,7 @@ from common.messages import Grant, Handoff, Renew, Renewed, Withdraw
 from common.messages.base import fits
 from common.pages.pool import PageLease
 
-Digest: TypeAlias = Callable[[Int32Array], bytes]
+DigestPages: TypeAlias = Callable[[Int32Array], bytes]
 """Computes the digests of some pages, concatenated."""
 
 

@@ -38,7 +38,7 @@ from common.messages import Claim, Decline, Failed, Grant, Handoff, LinkTraffic,
 from common.messages.base import fits
 from common.messages.transfers import Allow, Push, PushDone, PushFailed
 from common.pages.layout import KVLayout
-from kv_transfer.handoff_reader import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S, Digest
+from kv_transfer.handoff_reader import MARGIN_S, RENEW_S, RENEWALS_AFTER, WRITE_LEASE_S, DigestPages
 
 MOST_RENEWALS = int((WRITE_LEASE_S + MARGIN_S) / RENEW_S)
 """A reader that hears none of so many has given up what it holds."""
@@ -204,7 +204,7 @@ def traffic_of(event: PushDone | PushFailed) -> LinkTraffic:
 class HandoffWriter:
     """All outgoing handoffs of one prefill instance. digest: computes the digests that go with a handoff (--verify-pages)."""
 
-    def __init__(self, incarnation: Incarnation, layout: KVLayout, digest: Digest | None = None) -> None:
+    def __init__(self, incarnation: Incarnation, layout: KVLayout, digest: DigestPages | None = None) -> None:
         self._incarnation = incarnation
         self._layers = layout.layers
         self._page_size = layout.page_size

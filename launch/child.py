@@ -104,11 +104,11 @@ class SpareWanted(JsonLine, frozen=True):
     role: Literal["prefill", "decode"]
 
 
-Report: TypeAlias = Progress | Ready | IntakeClosed | Broken | SpareWanted
-Order: TypeAlias = CloseIntake | MeetRouter | MeetRouters | KeepInstances
+LaunchReport: TypeAlias = Progress | Ready | IntakeClosed | Broken | SpareWanted
+LaunchOrder: TypeAlias = CloseIntake | MeetRouter | MeetRouters | KeepInstances
 
 
-ChildEvent: TypeAlias = events.ChildEvent[Report]
+RoleEvent: TypeAlias = events.ChildEvent[LaunchReport]
 
 
 def launch_command(role: str, flags: Sequence[str]) -> list[str]:
@@ -116,20 +116,20 @@ def launch_command(role: str, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", "launch.main", role, *flags]
 
 
-class RoleProcess(Child[Report]):
+class RoleProcess(Child[LaunchReport]):
     """A process that runs a role. What it writes appears on our stderr as well."""
 
     def __init__(
         self,
         name: str,
         command: Sequence[str],
-        on_event: Callable[[ChildEvent], object],
+        on_event: Callable[[RoleEvent], object],
         environment: Mapping[str, str] | None = None,
         *,
         killed_with_us: bool = False,
         inherited: Sequence[int] = (),
     ) -> None:
-        decoder = msgspec.json.Decoder[Report](Report)
+        decoder = msgspec.json.Decoder[LaunchReport](LaunchReport)
         super().__init__(name, command, decoder, on_event, _echo, environment, killed_with_us=killed_with_us, inherited=inherited)
 
 
@@ -209,11 +209,11 @@ class ChildProcess:
         self._hurried: str | None = None
         self._ended = threading.Event()
         self._on_stop: Callable[[], object] | None = None
-        self._early_orders: list[Order] = []
-        self._on_order: Callable[[Order], object] = self._early_orders.append
+        self._early_orders: list[LaunchOrder] = []
+        self._on_order: Callable[[LaunchOrder], object] = self._early_orders.append
         self._on_sudden_end: list[Callable[[], object]] = []
         self._lock = threading.Lock()
-        self.parent: Parent[Order] = Parent(msgspec.json.Decoder[Order](Order))
+        self.parent: Parent[LaunchOrder] = Parent(msgspec.json.Decoder[LaunchOrder](LaunchOrder))
         """Whoever started this process and hears its reports; it does not exist when a person did, in a terminal."""
 
     def listen(self) -> None:
@@ -223,7 +223,7 @@ class ChildProcess:
         if self.parent.exists:
             threading.Thread(target=self._read_orders, name="orders", daemon=True).start()
 
-    def report(self, report: Report) -> None:
+    def report(self, report: LaunchReport) -> None:
         """Tell the parent, or say it here when there was none from the start. Any thread may call it."""
         if self.parent.exists:
             self.parent.report(report)
@@ -283,7 +283,7 @@ class ChildProcess:
         """The main thread is done, and must not be interrupted any more."""
         self._ended.set()
 
-    def on_order(self, act: Callable[[Order], object]) -> None:
+    def on_order(self, act: Callable[[LaunchOrder], object]) -> None:
         """From now on, call `act` with every order, on a thread of its own; with earlier orders at once, on this thread."""
         with self._lock:
             self._on_order = act
@@ -372,7 +372,7 @@ def _run(process: ChildProcess, body: Callable[[ChildProcess], None]) -> int:
     return 0
 
 
-def _print(name: str, report: Report) -> None:
+def _print(name: str, report: LaunchReport) -> None:
     match report:
         case Progress():
             _log.info("%s", report.text)

@@ -32,12 +32,12 @@ from common.processes.child import Broken, Exited, IntakeClosed, Parent, Progres
 from engine.cpu.lent_cores import make_file
 from engine.kv_budget import memory_part
 from launch.child import (
-    ChildEvent,
     CloseIntake,
     KeepInstances,
+    LaunchOrder,
+    LaunchReport,
     MeetRouters,
-    Order,
-    Report,
+    RoleEvent,
     RoleProcess,
     SpareWanted,
     launch_command,
@@ -55,15 +55,15 @@ top."""
 LOOK_EVERY_S = 0.05
 STOPPING = "stopping in order; a second Ctrl-C or SIGTERM stops everything at once"
 
-Role = Literal["prefill", "decode", "both"]
-ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
+LocalRole = Literal["prefill", "decode", "both"]
+ROLES: tuple[LocalRole, ...] = ("prefill", "decode", "both")
 """In the order in which they are stopped."""
 ONE_FOR_ALL = {"host", "tp", "device", "executor", "threads", "sharers", "kv_memory", "quantization"}
 ONE_FOR_ALL |= {"startup_timeout_s", "drain_timeout_s"}
 """Flags of instances that this process uses itself: they are the same in every role."""
-Command = Callable[[str, Sequence[str]], list[str]]
-OnEvent = Callable[[ChildEvent], object]
-StartInstance = Callable[[str, Role, Sequence[str], OnEvent], Running]
+MakeCommand = Callable[[str, Sequence[str]], list[str]]
+OnEvent = Callable[[RoleEvent], object]
+StartInstance = Callable[[str, LocalRole, Sequence[str], OnEvent], Running]
 """Start the instance of that name and role with these flags, and tell its events."""
 
 _log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class FleetConfig:
     def router_names(self) -> list[str]:
         return [ROUTER] if self.counts.routers == 1 else [f"{ROUTER}-{number}" for number in range(self.counts.routers)]
 
-    def names(self, role: Role) -> list[str]:
+    def names(self, role: LocalRole) -> list[str]:
         return [f"{role}-{number}" for number in range(self.counts.of(role))]
 
     @property
@@ -217,7 +217,7 @@ class ChildFleet:
         self,
         config: FleetConfig,
         engines: Callable[[], Mapping[str, EngineConfig]],
-        command: Command = launch_command,
+        command: MakeCommand = launch_command,
         start_instance: StartInstance | None = None,
         here: str = LOOPBACK,
         *,
@@ -232,7 +232,7 @@ class ChildFleet:
         self._start_instance = start_instance or self._start_here
         self._here = here
         self._lends_cores = lends_cores
-        self._events: queue.SimpleQueue[ChildEvent | _StopAsked] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[RoleEvent | _StopAsked] = queue.SimpleQueue()
         self._supervisor = Supervisor(config.parts(), self._spawn, self._tell)
         self._starts: dict[str, Callable[[], Running]] = {}
         """How each part is started, the first time and again."""
@@ -242,9 +242,9 @@ class ChildFleet:
         """The address of each of several routers by which the others ask it."""
         self._inherited: tuple[int, ...] = ()
         """Open files that children on this host have too."""
-        self._roles: dict[str, Role] = {}
+        self._roles: dict[str, LocalRole] = {}
         """The role in which each instance was started last."""
-        self._instance_flags: Callable[[str, Role], list[str]] | None = None
+        self._instance_flags: Callable[[str, LocalRole], list[str]] | None = None
         """The flags of the instance of that name in that role; None until the routers run."""
         self._signals = 0
         self._serving = self._is_complete = False
@@ -275,7 +275,7 @@ class ChildFleet:
             lent_cores = f"/dev/fd/{self._inherited[0]}"
         engines = self._engines()
 
-        def flags(name: str, role: Role) -> list[str]:
+        def flags(name: str, role: LocalRole) -> list[str]:
             instance, engine = replace(config.instance, router=controls, name=name), replace(engines[name], lent_cores=lent_cores)
             of_role = config.with_role(role, instance), config.with_role(role, engine)
             return to_flags(*of_role, config.model, config.log, config.security)
@@ -344,7 +344,7 @@ class ChildFleet:
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
-    def _start_here(self, name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> Running:
+    def _start_here(self, name: str, role: LocalRole, flags: Sequence[str], on_event: OnEvent) -> Running:
         return RoleProcess(name, self._command(role, flags), on_event, inherited=self._inherited)
 
     def _start_router(self, name: str, config: RouterConfig) -> Running:
@@ -352,7 +352,7 @@ class ChildFleet:
         router = self._routers[name] = RoleProcess(name, self._command(ROUTER, flags), self._events.put)
         return router
 
-    def _start_as(self, name: str, role: Role) -> None:
+    def _start_as(self, name: str, role: LocalRole) -> None:
         assert self._instance_flags is not None
         self._roles[name] = role
         self._starts[name] = partial(self._start_instance, name, role, self._instance_flags(name, role), self._events.put)
@@ -364,7 +364,7 @@ class ChildFleet:
         kept = self._supervisor.names
         return [name for name in self._config.instance_names if name not in kept]
 
-    def _start_spare(self, role: Role) -> None:
+    def _start_spare(self, role: LocalRole) -> None:
         """A router asks for one more. Two may have asked for the same one."""
         if not self._spare:
             _log.warning("a router wants one more %s instance, and no spare one is left: it is not started", role)
@@ -410,7 +410,7 @@ class ChildFleet:
                 raise GivenUp("the start took longer than --startup-timeout-s allows: " + "; ".join(missing))
             self._next_event(min(deadline, time.monotonic() + LOOK_EVERY_S))
 
-    def _next_event(self, deadline: float | None) -> ChildEvent | None:
+    def _next_event(self, deadline: float | None) -> RoleEvent | None:
         """The next event of a child, or None at the deadline or the supervisor's; what it calls for is done.
 
         Raises GivenUp, _StopAsked.
@@ -444,7 +444,7 @@ class ChildFleet:
         print(f"{name:<12} {became}: {reason}", flush=True)
         _log.error("%s %s: %s", name, became, account)
 
-    def _show(self, child: str, report: Report) -> None:
+    def _show(self, child: str, report: LaunchReport) -> None:
         match report:
             case Progress(text=text):
                 print(f"{child:<12} {text}", flush=True)
@@ -471,7 +471,7 @@ class ChildFleet:
                 drained.add(event.child)
 
 
-def run(plan: LocalPlan, command: Command = launch_command) -> int:
+def run(plan: LocalPlan, command: MakeCommand = launch_command) -> int:
     """Start a fleet of this host, watch and stop it. command: what runs a role with its flags. Returns the exit status."""
     return run_fleet(ChildFleet(plan.config, plan.engines, command, lends_cores=plan.lends_cores))
 
@@ -482,7 +482,7 @@ def run_fleet(fleet: ChildFleet) -> int:
     Returns the exit status: 0 after an orderly stop, 1 when a part failed, BAD_FLAG when it can never run as it was started, 130
     when killed in haste.
     """
-    parent: Parent[Order] = Parent(msgspec.json.Decoder[Order](Order))
+    parent: Parent[LaunchOrder] = Parent(msgspec.json.Decoder[LaunchOrder](LaunchOrder))
     watch(lambda number: fleet.signalled())
     if parent.exists:
         threading.Thread(target=_stop_without, args=(parent, fleet), name="lifeline", daemon=True).start()
@@ -506,7 +506,7 @@ def _say_waiting(names: Sequence[str], limit_s: float) -> None:
         print(f"stopping     waiting for {', '.join(names)}, {limit_s:g} s at most", flush=True)
 
 
-def _stop_without(parent: Parent[Order], fleet: ChildFleet) -> None:
+def _stop_without(parent: Parent[LaunchOrder], fleet: ChildFleet) -> None:
     """Stop the fleet in order when the process that started it is gone."""
     while parent.read_orders() is not None:
         pass

@@ -51,7 +51,7 @@ from common.options import flag_of, refuse_without_effect, to_flags
 from common.processes.child import Exited, Progress, Reported
 from engine.checkpoint import fingerprint
 from engine.kv_budget import memory_part
-from launch.child import BAD_FLAG, ChildEvent, RoleProcess, launch_command
+from launch.child import BAD_FLAG, RoleEvent, RoleProcess, launch_command
 
 Wake = Callable[[], None]
 TRANSPORT_START_S = 60.0
@@ -145,7 +145,7 @@ class RankChildren:
         for child in self.children:
             child.kill()
 
-    def _heard(self, event: ChildEvent) -> None:
+    def _heard(self, event: RoleEvent) -> None:
         """On a thread of the child."""
         if isinstance(event, Reported):
             if isinstance(event.report, Progress):

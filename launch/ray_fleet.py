@@ -29,9 +29,9 @@ from common.config import EngineConfig
 from common.errors import ConfigError, TandemError
 from common.processes.child import KILL_S, Exited, JsonLine, Progress, Ready, Reported
 from launch import child
-from launch.child import ChildEvent, Report, RoleProcess, launch_command
+from launch.child import LaunchReport, RoleEvent, RoleProcess, launch_command
 from launch.fleet_options import Bundle, RayConfig, bundles_of, check_gpus
-from launch.local import ROLES, ChildFleet, FleetConfig, OnEvent, Role, run_fleet
+from launch.local import ROLES, ChildFleet, FleetConfig, LocalRole, OnEvent, run_fleet
 from launch.rank_setup import check_nccl
 
 OTHERS_S = 15.0
@@ -60,7 +60,7 @@ class Ended(JsonLine, frozen=True):
     account: str
 
 
-HostEvent = Report | Ended
+HostEvent = LaunchReport | Ended
 
 
 class RankHost:
@@ -106,7 +106,7 @@ class RankHost:
             self._child.kill()
             self._child.wait(KILL_S)
 
-    def _keep(self, event: ChildEvent) -> None:
+    def _keep(self, event: RoleEvent) -> None:
         line = event.report if isinstance(event, Reported) else Ended(status=event.status, account=event.account)
         self._events.put(msgspec.json.encode(line))
 
@@ -153,7 +153,7 @@ class ReservedNodes(Protocol):
 class RayInstance:
     """One life of an instance. Implements `common.processes.child.Running`."""
 
-    def __init__(self, name: str, role: Role, flags: Sequence[str], place: ReservedNodes, on_event: OnEvent) -> None:
+    def __init__(self, name: str, role: LocalRole, flags: Sequence[str], place: ReservedNodes, on_event: OnEvent) -> None:
         """flags: without those that follow from where the ranks are."""
         self.name = name
         self._role, self._flags, self._place, self._on_event = role, flags, place, on_event
@@ -241,7 +241,7 @@ class RayInstance:
         except HostLost as error:
             ends.put(Ended(status=1, account=str(error)))
 
-    def _show(self, report: Report) -> None:
+    def _show(self, report: LaunchReport) -> None:
         if isinstance(report, Progress):
             self._account = f"its last report was: {report.text}"
         self._on_event(Reported(self.name, report))
@@ -386,11 +386,11 @@ def run(config: FleetConfig, cluster: RayConfig) -> int:
         """The ranks of an instance on one node share the processors that Ray reserves for them there."""
         return dict.fromkeys(config.instance_names, replace(engine, threads=engine.threads or bundles[0].cpus))
 
-    def start(name: str, role: Role, flags: Sequence[str], on_event: OnEvent) -> RayInstance:
+    def start(name: str, role: LocalRole, flags: Sequence[str], on_event: OnEvent) -> RayInstance:
         if name not in places:
             places[name] = RayPlace(ray, name, bundles, only)
 
-        def tell(event: ChildEvent) -> None:
+        def tell(event: RoleEvent) -> None:
             if isinstance(event, Exited) and event.status == 0:  # it has left: others may have its place
                 places.pop(name).give_back()
             on_event(event)

@@ -26,13 +26,13 @@ from common.options import to_flags
 from common.processes.child import IntakeClosed, Progress, Ready, Reported, stop_children
 from launch.child import (
     BAD_FLAG,
-    ChildEvent,
     ChildProcess,
     CloseIntake,
     KeepInstances,
+    LaunchOrder,
     MeetRouter,
     MeetRouters,
-    Order,
+    RoleEvent,
     RoleProcess,
     SpareWanted,
     launch_command,
@@ -156,7 +156,7 @@ class _Duties:
         self.at_once.set()
         self.end()
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: LaunchOrder) -> None:
         """What the router is told while it serves comes after it has reported its own addresses."""
         if isinstance(order, CloseIntake):
             self.intake_closes.set()
@@ -229,7 +229,7 @@ class KeptDetokenizer:
         self._child = RoleProcess(name, self._command, lambda event: self._loop.call_soon_threadsafe(self._turn, event))
         self._inbox = None
 
-    def _turn(self, event: ChildEvent | None = None) -> None:
+    def _turn(self, event: RoleEvent | None = None) -> None:
         """Take in an event of the child, if there is one, and do what is due."""
         if self._stopping:
             return
@@ -276,7 +276,7 @@ def serve_detokenizer(
 
     manager = DetokenizerManager(f"tcp://{bind_address(config.host, '--host')}:0", model.model, InstanceId(router), shard, trust)
 
-    def obey(order: Order) -> None:
+    def obey(order: LaunchOrder) -> None:
         if isinstance(order, MeetRouter):
             manager.meet_router(order.address)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from common.deadlines import DeadlineWheel
 from common.errors import TandemError
 from common.processes.child import Exited, Ready
-from launch.child import BAD_FLAG, ChildEvent
+from launch.child import BAD_FLAG, RoleEvent
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 STEADY_S = 60.0
@@ -78,7 +78,7 @@ class Supervisor:
         """The first start is complete: from now on what ends is started again."""
         self._started = True
 
-    def turn(self, event: ChildEvent | None, now: float) -> None:
+    def turn(self, event: RoleEvent | None, now: float) -> None:
         """Take in an event, if there is one, and start the parts whose time has come. Raises GivenUp."""
         if isinstance(event, Exited):
             self._ended(event, now)

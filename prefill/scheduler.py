@@ -35,7 +35,7 @@ from common.instance.requests import RequestTable, SharedEvent, SharedMessage
 from common.instance.token_memory import emit_tokens
 from common.messages import Cancel, Decline, Ending, Failed, Generate, Grant, InstanceInfo, Placed, Renewed, TellLinks, TokenDelta
 from common.messages.transfers import LinkChanged, PushDone, PushFailed, Settled
-from kv_transfer.handoff_reader import Digest
+from kv_transfer.handoff_reader import DigestPages
 from kv_transfer.handoff_writer import (
     HandoffClosed,
     HandoffGranted,
@@ -59,7 +59,7 @@ class PrefillScheduler:
         me: InstanceInfo,
         engine: EngineDescription,
         limits: InstanceLimits,
-        digest: Digest | None = None,
+        digest: DigestPages | None = None,
         former: FormerRole | None = None,
     ) -> None:
         """digest: with --verify-pages, `Executor.digest_pages`. former: what the instance's former role has left."""

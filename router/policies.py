@@ -35,9 +35,9 @@ Policy: TypeAlias = Callable[[Sequence[Member], Suits, Demand, Member | None], I
 """Yields the members of the pool that suit, in groups that are not empty, each with its best member first. A caller that can use
 nobody of a group takes the next one; together the groups hold all that suit. The last argument is the prefill member that is to
 push KV to them; None for prefill members, and for a decode member that is to serve the request alone."""
-Rank: TypeAlias = Callable[[Member], float | tuple[float, ...]]
+RankKey: TypeAlias = Callable[[Member], float | tuple[float, ...]]
 """What members are ordered by, the lowest first."""
-Ranking: TypeAlias = Callable[[Demand, Member | None, Sequence[Member]], Rank]
+Ranking: TypeAlias = Callable[[Demand, Member | None, Sequence[Member]], RankKey]
 """Makes the rank for a demand, its source, and the members that are compared."""
 
 
@@ -92,7 +92,7 @@ def cache_aware(candidates: Candidates, role: Role, drawn: int = RANDOM, deepest
     return Sampled(candidates, role, _prefill_seconds if role == "prefill" else _decode_seconds, drawn, deepest)
 
 
-def _prefill_seconds(demand: Demand, source: Member | None, some: Sequence[Member]) -> Rank:
+def _prefill_seconds(demand: Demand, source: Member | None, some: Sequence[Member]) -> RankKey:
     """Behind a queue of so many tokens come as many prompts of the usual size. If the prompts in it were counted, the short ones
     would gather where many wait, and the long ones elsewhere."""
     prompts = sum(member.requests_to_do for member in some)
@@ -100,7 +100,7 @@ def _prefill_seconds(demand: Demand, source: Member | None, some: Sequence[Membe
     return lambda member: (prefill_cost_s(member, demand, member.tokens_to_compute / usual), member.chosen)
 
 
-def _decode_seconds(demand: Demand, source: Member | None, some: Sequence[Member]) -> Rank:
+def _decode_seconds(demand: Demand, source: Member | None, some: Sequence[Member]) -> RankKey:
     if source is None:
         return lambda member: (single_estimate(member, demand).cost_s, member.chosen)
     return lambda member: (decode_cost_s(member, source, demand), member.chosen)
@@ -113,7 +113,7 @@ SOONEST_RANDOM, SOONEST_DEEPEST = 64, 3
 def soonest(candidates: Candidates, role: Role, now: float) -> Sampled:
     """By the predicted time of the first token, for a request that is placed now."""
 
-    def rank_of(demand: Demand, source: Member | None, some: Sequence[Member]) -> Rank:
+    def rank_of(demand: Demand, source: Member | None, some: Sequence[Member]) -> RankKey:
         return partial(ttft_s, demand=demand, now=now)
 
     return Sampled(candidates, role, rank_of, SOONEST_RANDOM, SOONEST_DEEPEST)

@@ -47,18 +47,20 @@ class ResumeReason(StrEnum):
     WEIGHTS = "weights"
 
 
-Seconds: TypeAlias = Annotated[float | None, Meta(description="Null: it did not happen, or the instance has not told yet.")]
-Moment: TypeAlias = Annotated[float, Meta(description="Seconds since 1970, by the clock of the router's host.")]
+SecondsOrNull: TypeAlias = Annotated[float | None, Meta(description="Null: it did not happen, or the instance has not told yet.")]
+UnixTime: TypeAlias = Annotated[float, Meta(description="Seconds since 1970, by the clock of the router's host.")]
 
 
 class Durations(Struct, frozen=True):
     """How long an attempt took on one instance, in seconds; None: it did not get so far there."""
 
-    queue_s: Annotated[Seconds, Meta(description="From arrival to pages, where the prompt is computed.")] = None
-    prefill_s: Annotated[Seconds, Meta(description="From pages to the first token.")] = None
-    transfer_s: Annotated[Seconds, Meta(description="From the grant, or the first push if that is later, to the handoff.")] = None
-    exposed_transfer_s: Annotated[Seconds, Meta(description="From the first token to the handoff.")] = None
-    decode_s: Annotated[Seconds, Meta(description="From the handoff to the end; without one, from the first token.")] = None
+    queue_s: Annotated[SecondsOrNull, Meta(description="From arrival to pages, where the prompt is computed.")] = None
+    prefill_s: Annotated[SecondsOrNull, Meta(description="From pages to the first token.")] = None
+    transfer_s: Annotated[
+        SecondsOrNull, Meta(description="From the grant, or the first push if that is later, to the handoff.")
+    ] = None
+    exposed_transfer_s: Annotated[SecondsOrNull, Meta(description="From the first token to the handoff.")] = None
+    decode_s: Annotated[SecondsOrNull, Meta(description="From the handoff to the end; without one, from the first token.")] = None
 
     @staticmethod
     def of(role: Role, times: Times) -> "Durations":
@@ -114,7 +116,7 @@ class AttemptTimeline(Struct):
     """From 0 on. Of many attempts the latest are remembered."""
     first: InstanceId
     """The instance that was asked."""
-    dispatched_s: Moment
+    dispatched_s: UnixTime
     grounds: PlacementGrounds | None = None
     """Why it was placed there."""
     first_token_s: float | None = None
@@ -153,13 +155,13 @@ class ChoiceTimes(Struct, kw_only=True):
     """Tokens that were proposed for the answer (speculative decoding), and those of them that are in it."""
     ending: str | None = None
     """How it ended, as in `tandem_requests_ended`. Null: it is open."""
-    received_s: Moment
+    received_s: UnixTime
     """When its HTTP request arrived."""
-    tokenized_s: Moment
+    tokenized_s: UnixTime
     """When it was dispatched."""
-    first_token_s: Moment | None = None
-    last_token_s: Moment | None = None
-    ended_s: Moment | None = None
+    first_token_s: UnixTime | None = None
+    last_token_s: UnixTime | None = None
+    ended_s: UnixTime | None = None
 
 
 class RequestTimes(ChoiceTimes, kw_only=True, eq=False):

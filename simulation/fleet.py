@@ -12,7 +12,7 @@ from common.executor import Executor
 from common.ids import InstanceId, Role
 from kv_transfer.transport import Transport
 from simulation.clock import Clock, LocalClock
-from simulation.instance import Instance, Name, Size
+from simulation.instance import Instance, InstanceSize, Name
 from simulation.network import Network
 from simulation.processes import RouterProcess
 
@@ -28,7 +28,7 @@ class SimulatedFleet(ABC, Generic[InstanceT, RouterT]):
     """Routers, detokenizers and instances. `clock.turn` moves the clock to what happens next, and the processes to which it
     happens act. size: what each instance is made of."""
 
-    def __init__(self, clock: Clock, network: Network, size: Size) -> None:
+    def __init__(self, clock: Clock, network: Network, size: InstanceSize) -> None:
         self.clock = clock
         self.network = network
         self.size = size

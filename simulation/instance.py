@@ -45,7 +45,7 @@ class PollIntervals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size(InstanceLimits):
+class InstanceSize(InstanceLimits):
     """What an instance is made of, with its limits."""
 
     pages: int = 64

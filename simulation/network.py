@@ -67,7 +67,7 @@ DELAY_S = 0.001
 KNOCKS_S = 0.3
 """How long it takes to find out that a process is gone."""
 
-Way: TypeAlias = tuple[str, str, str]
+MessageWay: TypeAlias = tuple[str, str, str]
 """The role of the sender, the kind of the message, and the role of the receiver."""
 
 
@@ -142,9 +142,9 @@ class Network:
         self.weather = weather
         self.decodes_all = False
         """Messages are frozen, so readers may share them: they are decoded only where that is timed, unless this is set."""
-        self.messages: Counter[Way] = Counter()
+        self.messages: Counter[MessageWay] = Counter()
         """How many messages were sent. Each send counts once, also if it is lost."""
-        self.frame_bytes: Counter[Way] = Counter()
+        self.frame_bytes: Counter[MessageWay] = Counter()
         """The bytes of their frames."""
         self.meters: dict[str, Meter] = {}
         self.taps: list[Callable[[Letter, AnyMessage, tuple[float, ...]], None]] = []

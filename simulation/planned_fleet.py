@@ -27,7 +27,7 @@ from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone,
 from router.timelines import Observer, ResumeReason
 from simulation.clock import Clock, LocalClock
 from simulation.fleet import SimulatedFleet
-from simulation.instance import Instance, Name, PageUse, PollIntervals, Size
+from simulation.instance import Instance, InstanceSize, Name, PageUse, PollIntervals
 from simulation.network import Calm, Network
 from simulation.plan import FleetPlan, FrontCosts
 from simulation.processes import RouterProcess
@@ -151,8 +151,8 @@ WARM_UP_S = 5.0
 """After which every instance has its links, and has said so."""
 
 
-def size_of(plan: FleetPlan, config: RouterConfig) -> Size:
-    return Size(
+def size_of(plan: FleetPlan, config: RouterConfig) -> InstanceSize:
+    return InstanceSize(
         pages=plan.kv_pages,
         rows=plan.max_running,
         chunk_tokens=plan.chunk_tokens,

@@ -8,11 +8,11 @@ import pytest
 from common.ids import ROUTER, InstanceId
 from common.instance.ports import Scheduler
 from common.instance.requests import LAST_S
-from common.messages import Cancel, Failed, Generate, Probe, Probed, Reserve, Terms
+from common.messages import Cancel, Generate, Probe, Probed, Reserve
 from tests.builders import key
 from tests.decode import rig as decode
 from tests.prefill import rig as prefill
-from tests.schedulers import declined, deltas, drain, failures, is_home, messages
+from tests.schedulers import declined, drain, failures, messages
 
 Make = Callable[[], Scheduler[Any]]
 
@@ -62,17 +62,6 @@ def test_a_request_that_was_refused_is_not_begun_when_its_message_comes_again(
     assert made.receive(sender, ask("b", 5), 0.1) == []
     decision = made.decide(0.1)
     assert (decision.plan, decision.actions, made.report().counters.messages_stale) == (None, [], 1)
-
-
-@ROLES
-@pytest.mark.parametrize(("timeout_s", "ends_s"), [(5.0, 15.0), (1e9, 70.0), (None, 70.0)])
-def test_a_request_ends_when_its_own_time_is_over_or_the_instances(role: Any, timeout_s: float | None, ends_s: float) -> None:
-    made = role.scheduler()
-    made.receive(ROUTER, role.generate("a", 4, terms=Terms(timeout_s=timeout_s)), 10.0)
-    assert made.next_deadline() == ends_s and made.tick(ends_s - 0.1) == []
-    (delta,) = deltas(made.tick(ends_s))
-    assert isinstance(delta.ending, Failed) and delta.ending.status == 504
-    assert made.decide(ends_s).plan is None and is_home(made)
 
 
 @PAGES_IN_USE

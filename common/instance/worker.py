@@ -482,11 +482,11 @@ class InstanceWorker:
                 self._act(self.scheduler.handle(PeerDied(peer), now))
 
 
-Clock = Callable[[], float]
+ReadClock = Callable[[], float]
 Wait = Callable[[float], None]
 
 
-def run(worker: InstanceWorker, wait: Wait, clock: Clock, should_drain: Callable[[], bool]) -> None:
+def run(worker: InstanceWorker, wait: Wait, clock: ReadClock, should_drain: Callable[[], bool]) -> None:
     """Turn the worker until it is told to drain and has drained. wait: blocks for at most this many seconds, less when something
     is ready.
 

@@ -224,7 +224,7 @@ class AdaptersHeld(Message, frozen=True):
 
 
 RESULT_CHARS = 8 * 2**20
-Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+ShortText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, tag="adapter"):
@@ -238,14 +238,14 @@ class JoinGroup(msgspec.Struct, frozen=True, tag="join"):
     """Join a trainer's group of `torch.distributed`, with every rank of the instance."""
 
     group: GroupName
-    address: Name
+    address: ShortText
     """Where the group meets: the trainer's host."""
     port: Annotated[int, Meta(ge=1, le=65_535)]
     first_rank: Count
     """That of the instance's rank 0; its others follow."""
     world_size: Size
     """How many processes meet."""
-    backend: Name
+    backend: ShortText
     """"gloo" or "nccl"."""
     timeout_s: Seconds
     """How long they may take to meet, and any broadcast afterwards."""
@@ -260,7 +260,7 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag="leave"):
 class ReadWeight(msgspec.Struct, frozen=True, tag="read"):
     """The result is JSON: the first rows of a weight in use, as numbers."""
 
-    name: Name
+    name: ShortText
     """As the checkpoint names it."""
     rows: Size
     """How many of them."""

@@ -33,7 +33,7 @@ from engine.models.shape import FP8_MULTIPLE
 from engine.ports import Fp8Rows
 from engine.torch_kernels import Kernels
 
-Gate = Callable[[Tensor], Tensor]
+Activation = Callable[[Tensor], Tensor]
 """What a gated layer makes of its product, [tokens, 2 * outputs] → [tokens, outputs]: SwiGLU (Shazeer 2020), the gates first."""
 
 
@@ -45,7 +45,7 @@ class Linear:
     """[outputs, inputs]; None: only the packed one is there."""
     bias: Tensor | None
     """[outputs], or None."""
-    gate: Gate | None = None
+    gate: Activation | None = None
     shared: bool = False
     """The weight is used elsewhere too, so it stays in memory."""
     packed_rows: range = range(0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from common.config import LoadFormat, Quantization
 from common.errors import ConfigError
 from engine.cpu.products import float_products, int8_product
-from engine.models.linear import AnyLinear, Fp8Linear, Gate, Int8Linear, Linear, check_fp8, pack_all, take_over
+from engine.models.linear import Activation, AnyLinear, Fp8Linear, Int8Linear, Linear, check_fp8, pack_all, take_over
 from engine.parallel import ALONE, Group
 from engine.torch_kernels import Kernels
 
@@ -176,7 +176,7 @@ class WeightSlots:
         return made
 
     def product(
-        self, name: str, weight: Tensor, bias: Tensor | None = None, gate: Gate | None = None, *, shared: bool = False
+        self, name: str, weight: Tensor, bias: Tensor | None = None, gate: Activation | None = None, *, shared: bool = False
     ) -> Linear:
         """A layer in the model's dtype. shared: the weight is used elsewhere too."""
         made = Linear(weight, bias, gate, shared)

@@ -295,7 +295,7 @@ class OpenAIShape(AnswerShape[R]):
 
 
 BlockKind: TypeAlias = Literal["content", "reasoning", "call"]
-Events: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
+NamedEvents: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
 """Each is the type of an event and its fields."""
 _encode = msgspec.json.Encoder().encode
 
@@ -358,21 +358,21 @@ class BlockShape(AnswerShape[R]):
         """The whole answer, when it has ended."""
 
     @abstractmethod
-    def opening(self) -> Events:
+    def opening(self) -> NamedEvents:
         """What comes before the first block."""
 
     @abstractmethod
-    def begun(self, block: Block) -> Events:
+    def begun(self, block: Block) -> NamedEvents:
         """The block is the last one now."""
 
     @abstractmethod
-    def grown(self, block: Block, text: str) -> Events:
+    def grown(self, block: Block, text: str) -> NamedEvents:
         """The last block goes on with this text."""
 
     @abstractmethod
-    def ended(self, block: Block, *, is_last: bool) -> Events: ...
+    def ended(self, block: Block, *, is_last: bool) -> NamedEvents: ...
 
-    def _delta_events(self, delta: ChoiceDelta, *, opens: bool) -> Events:
+    def _delta_events(self, delta: ChoiceDelta, *, opens: bool) -> NamedEvents:
         if opens:
             yield from self.opening()
         has_ended = isinstance(delta.ending, Finished)
@@ -388,7 +388,7 @@ class BlockShape(AnswerShape[R]):
                 yield from self._begin(Block("content"))
             yield from self._end(is_last=True)
 
-    def _part_events(self, part: AnswerPart) -> Events:
+    def _part_events(self, part: AnswerPart) -> NamedEvents:
         """The part goes on with the last block, or begins another."""
         if part.kind == "call":
             yield from self._begin(Block("call", part.text, self.accepted.reading.new_id(part.text, self._calls)))
@@ -400,13 +400,13 @@ class BlockShape(AnswerShape[R]):
         self.blocks[-1].texts.append(part.text)
         yield from self.grown(self.blocks[-1], part.text)
 
-    def _begin(self, block: Block) -> Events:
+    def _begin(self, block: Block) -> NamedEvents:
         yield from self._end(is_last=False)
         self.blocks.append(block)
         self._is_open = True
         yield from self.begun(block)
 
-    def _end(self, *, is_last: bool) -> Events:
+    def _end(self, *, is_last: bool) -> NamedEvents:
         """End the last block, if it goes on."""
         if self._is_open:
             self._is_open = False

@@ -54,8 +54,8 @@ LONGEST_RETRY_S = 60
 _log = logging.getLogger(__name__)
 _encode, _decode = msgspec.json.encode, msgspec.json.decode
 
-Status: TypeAlias = Literal["validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"]
-Ended: TypeAlias = Literal["failed", "completed", "expired", "cancelled"]
+BatchStatus: TypeAlias = Literal["validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"]
+BatchEnding: TypeAlias = Literal["failed", "completed", "expired", "cancelled"]
 
 
 class BatchFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +97,7 @@ class BatchBody(msgspec.Struct, frozen=True, kw_only=True):
     errors: BatchErrors | None = None
     input_file_id: str
     completion_window: str
-    status: Status = "validating"
+    status: BatchStatus = "validating"
     output_file_id: str | None
     error_file_id: str | None
     created_at: int
@@ -267,7 +267,7 @@ class BatchesApi(StoreApi):
         body = _body_of(stored)
         if not stored.holder:
             return body
-        status: Status = "cancelling" if stored.is_cancelled else body.status
+        status: BatchStatus = "cancelling" if stored.is_cancelled else body.status
         return replace(self._counted(stored.owner, body), status=status, output_file_id=None, error_file_id=None)
 
     def _counted(self, owner: str, body: BatchBody) -> BatchBody:
@@ -310,7 +310,7 @@ class BatchesApi(StoreApi):
     async def _work(self, running: RunningBatch) -> None:
         try:
             errors = await self._begin(running)
-            ended: Ended | None = "failed" if errors else await self._compute(running)
+            ended: BatchEnding | None = "failed" if errors else await self._compute(running)
             if running.failure is not None:
                 ended, errors = "failed", [LineError("store_failed", str(running.failure))]
             await self.store.do(partial(self._end, running, ended, errors))
@@ -346,7 +346,7 @@ class BatchesApi(StoreApi):
         await store.do(begin)
         return errors
 
-    async def _compute(self, running: RunningBatch) -> Ended | None:
+    async def _compute(self, running: RunningBatch) -> BatchEnding | None:
         """Compute the lines that have brought nothing yet. Returns how the batch ends; None: the router drains."""
         if running.stored.is_cancelled:
             return "cancelled"
@@ -405,7 +405,7 @@ class BatchesApi(StoreApi):
             return None
         return LineResponse(answer["status"], told[HEADER].decode(), msgspec.Raw(b"".join(parts)))
 
-    def _end(self, running: RunningBatch, ended: Ended | None, errors: Sequence[LineError]) -> None:
+    def _end(self, running: RunningBatch, ended: BatchEnding | None, errors: Sequence[LineError]) -> None:
         """Runs within the store. ended: None when another life is to go on."""
         store, now, at = self.store, self.store.now(running.stored.number), int(time.time())
         if ended is None:

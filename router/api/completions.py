@@ -48,7 +48,7 @@ class PairPrompt:
         return {"role": "query", "content": self.query}, {"role": "document", "content": self.document}
 
 
-Prompt: TypeAlias = str | tuple[int, ...] | PairPrompt
+PromptField: TypeAlias = str | tuple[int, ...] | PairPrompt
 
 
 class CompletionFields(SamplingFields, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class CompletionFields(SamplingFields, frozen=True, kw_only=True):
 class CompletionRequest(ReadRequest):
     """Prompts to be continued, whatever their API."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PromptField, ...]
     """Texts or token ids. Each gets `n` choices."""
     default_max_tokens: int = COMPLETION_MAX_TOKENS
 
@@ -100,12 +100,12 @@ def read_completion(body: bytes, context_tokens: int | None = None) -> Completio
     )
 
 
-def prompts_in(prompt: str | list[str | int | list[int]], field: str, most: int = MAX_PROMPTS) -> tuple[Prompt, ...]:
+def prompts_in(prompt: str | list[str | int | list[int]], field: str, most: int = MAX_PROMPTS) -> tuple[PromptField, ...]:
     """The prompts of a field that holds one or several, but at most so many. Raises BadRequest."""
     if isinstance(prompt, str):
         return (prompt,)
     ids = [part for part in prompt if isinstance(part, int)]
-    prompts: list[Prompt] = [part if isinstance(part, str) else tuple(part) for part in prompt if not isinstance(part, int)]
+    prompts: list[PromptField] = [part if isinstance(part, str) else tuple(part) for part in prompt if not isinstance(part, int)]
     if not prompt or (ids and prompts):
         fix = "send one prompt or a list of prompts, each a string or a list of token ids"
         raise BadRequest(f"{field} is {'a mixture of prompts and token ids' if prompt else 'empty'}: {fix}", field=field)
@@ -118,7 +118,7 @@ def prompts_in(prompt: str | list[str | int | list[int]], field: str, most: int 
 
 def one_of_prompts(
     text: str | list[str] | None, input_ids: list[int | list[int]] | None, most: int = MAX_PROMPTS
-) -> tuple[tuple[Prompt, ...], str, bool]:
+) -> tuple[tuple[PromptField, ...], str, bool]:
     """The prompts of SGLang's clients, the field that held them, and whether it was a list of prompts. Raises BadRequest."""
     if (text is None) == (input_ids is None):
         raise BadRequest("text and input_ids: send one of them, and only one", field="text")

@@ -20,8 +20,8 @@ from common.messages import Ending, Failed, Finished
 from common.text.embedding import EmbeddingMode
 from router.api.answers import AnswerShape, R, embedding_in, encoded
 from router.api.bodies import object_in
-from router.api.completions import CompletionRequest, Prompt, one_of_prompts, prompts_in, require_few_ids
-from router.api.fields import CacheSalt, Label, Model, Priority, SamplingFields, Timeout, Unsupported, read_fields
+from router.api.completions import CompletionRequest, PromptField, one_of_prompts, prompts_in, require_few_ids
+from router.api.fields import CacheSalt, Label, ModelField, Priority, SamplingFields, Timeout, Unsupported, read_fields
 from router.requests import ChoiceDelta
 
 MAX_INPUTS = 256
@@ -38,7 +38,7 @@ Dimensions: TypeAlias = Annotated[
 class PromptFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all requests have whose answers are numbers."""
 
-    model: Model = None
+    model: ModelField = None
     timeout: Timeout = None
     priority: Priority = 0
     cache_salt: CacheSalt = None
@@ -146,7 +146,7 @@ def _request(
     model: str,
     served: EmbeddingMode | None,
     fields: EmbeddingFields | EncodeFields,
-    prompts: tuple[Prompt, ...],
+    prompts: tuple[PromptField, ...],
     prompt_field: str,
     *,
     as_base64: bool = False,

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from common.errors import BadRequest
 from common.messages.requests import SALT_CHARS
+from common.ranges import TokenId
 from common.sampling_params import Grammar, Pooling
 from router.api.errors import shown
 from router.api.structured import ChoiceOfTexts, Ebnf, Regex, ResponseFormat, Schema, StructuredOutputs
@@ -33,7 +34,6 @@ MAX_MESSAGE_CHARS = 512
 S = TypeVar("S", bound=msgspec.Struct)
 
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
-TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2, description="0: always take the most likely token.")]
 TopP: TypeAlias = Annotated[
@@ -44,11 +44,11 @@ TopK: TypeAlias = Annotated[
 ]
 Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStrings: TypeAlias = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
-MinTokens: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+StopField: TypeAlias = Annotated[list[StopString], Meta(max_length=MAX_STOPS)]
+MinTokensField: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 BadWord: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-Model: TypeAlias = Annotated[str | None, Meta(description="The model's name; without it: the model that is served.")]
+ModelField: TypeAlias = Annotated[str | None, Meta(description="The model's name; without it: the model that is served.")]
 Stream: TypeAlias = Annotated[bool, Meta(description="Send the answer as server-sent events.")]
 Timeout: TypeAlias = Annotated[
     Annotated[float, Meta(gt=0)] | None,
@@ -83,9 +83,9 @@ class Sampling(TokenChoice, frozen=True, kw_only=True):
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES_PER_PROMPT)] = 1
     """Answers to each prompt."""
-    min_tokens: MinTokens = 0
+    min_tokens: MinTokensField = 0
     """Shortest answer, in tokens: no end-of-text token, stop token or stop string ends it sooner."""
-    stop: StopString | StopStrings = []
+    stop: StopString | StopField = []
     """Strings before which the answer ends."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] = []
     """Token ids that end the answer. They have no text."""

@@ -118,13 +118,13 @@ class InstancesApi(ApiPart):
         return ScalingDecisions(decisions=list(self._gateway.core.scaling.decisions))
 
 
-Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS, description="What requests call the adapter.")]
+AdapterField = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS, description="What requests call the adapter.")]
 
 
 class LoadFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /load_lora_adapter and POST /v1/load_lora_adapter."""
 
-    lora_name: Name
+    lora_name: AdapterField
     lora_path: Path
     """A folder that PEFT's save_pretrained has written, the same on every host."""
     pinned: bool = False
@@ -144,7 +144,7 @@ class LoadFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class UnloadFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /unload_lora_adapter and POST /v1/unload_lora_adapter."""
 
-    lora_name: Name
+    lora_name: AdapterField
 
 
 class AdaptersAnswer(msgspec.Struct, frozen=True, kw_only=True):

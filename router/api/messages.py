@@ -17,14 +17,14 @@ from msgspec import Meta, structs
 
 from common.errors import BadRequest
 from common.messages import Failed
-from router.api.answers import Block, BlockShape, Events, named_event
+from router.api.answers import Block, BlockShape, NamedEvents, named_event
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, TemplateArguments, Thinking, call_for_template
 from router.api.errors import detail_of_failure, messages_error
 from router.api.fields import (
     CacheSalt,
     Priority,
-    StopStrings,
+    StopField,
     Stream,
     Temperature,
     Timeout,
@@ -206,7 +206,7 @@ class MessageFields(CountFields, frozen=True, kw_only=True):
     max_tokens: Tokens
     """Longest answer, thoughts included; or what the context leaves, if less."""
     stream: Stream = False
-    stop_sequences: StopStrings = []
+    stop_sequences: StopField = []
     """Strings before which the answer ends."""
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
@@ -361,19 +361,19 @@ class MessageShape(BlockShape[ChatRequest]):
 
     keep_alive: ClassVar[bytes] = named_event("ping", {})
 
-    def opening(self) -> Events:
+    def opening(self) -> NamedEvents:
         yield "message_start", {"message": MessageBody(id=self.id, model=self.model, content=[], usage=self._usage())}
 
-    def begun(self, block: Block) -> Events:
+    def begun(self, block: Block) -> NamedEvents:
         yield "content_block_start", self._place() | {"content_block": self._output(block, "")}
 
-    def grown(self, block: Block, text: str) -> Events:
+    def grown(self, block: Block, text: str) -> NamedEvents:
         if block.kind != "reasoning" or not self.request.omits_thoughts:
             name = _DELTAS[block.kind]
             delta = {"type": f"{name}_delta", "partial_json" if block.kind == "call" else name: text}
             yield "content_block_delta", self._place() | {"delta": delta}
 
-    def ended(self, block: Block, *, is_last: bool) -> Events:
+    def ended(self, block: Block, *, is_last: bool) -> NamedEvents:
         if block.kind == "reasoning":
             delta = {"type": "signature_delta", "signature": self._signature(block)}
             yield "content_block_delta", self._place() | {"delta": delta}

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias, assert_never
 import msgspec
 
 from common.errors import BadRequest
-from router.api.answers import Block, BlockShape, Events, PromptDetails, VersionSpan, named_event
+from router.api.answers import Block, BlockShape, NamedEvents, PromptDetails, VersionSpan, named_event
 from router.api.bodies import object_in
 from router.api.chat import ChatFields, ChatRequest, Conversation, Effort, TemplateArguments, call_for_template
 from router.api.fields import (
@@ -249,7 +249,7 @@ def _text(content: str | list[InputText] | list[InputText | OutputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-Status: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed"]
+ResponseStatus: TypeAlias = Literal["queued", "in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
@@ -260,21 +260,21 @@ class OutputPart(msgspec.Struct, frozen=True, tag_field="type", tag="output_text
 
 class MessageOutput(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
     id: str
-    status: Status
+    status: ResponseStatus
     content: Sequence[OutputPart]
     role: str = "assistant"
 
 
 class ReasoningOutput(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
     id: str
-    status: Status
+    status: ResponseStatus
     content: Sequence[ThoughtText]
     summary: tuple[()] = ()
 
 
 class CallOutput(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
     id: str
-    status: Status
+    status: ResponseStatus
     call_id: str
     name: str
     arguments: str
@@ -313,7 +313,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "response"
     created_at: int
-    status: Status
+    status: ResponseStatus
     model: str
     output: Sequence[Output]
     usage: ResponseUsage | None
@@ -342,7 +342,7 @@ _REPEATED = (
 )
 
 
-def _output(block: Block, status: Status, logprobs: Sequence[ChatLogprob]) -> Output:
+def _output(block: Block, status: ResponseStatus, logprobs: Sequence[ChatLogprob]) -> Output:
     """The item as clients get it: an item in progress is empty. logprobs: of its text."""
     id, texts = _id_of(block), () if status == "in_progress" else (block.text,)
     match block.kind:
@@ -380,7 +380,7 @@ class ResponseShape(BlockShape[ResponseRequest]):
     _untold: list[ChatLogprob] = field(default_factory=list, init=False)
     """Those of tokens whose text is still to come."""
 
-    def _delta_events(self, delta: ChoiceDelta, *, opens: bool) -> Events:
+    def _delta_events(self, delta: ChoiceDelta, *, opens: bool) -> NamedEvents:
         if delta.logprobs:
             self._untold += self.logprob_writer(self.request.logprobs).chat(delta.logprobs).content
         yield from super(ResponseShape, self)._delta_events(delta, opens=opens)
@@ -405,21 +405,21 @@ class ResponseShape(BlockShape[ResponseRequest]):
         self._sent += 1
         return named_event(kind, {"sequence_number": self._sent - 1, **fields})
 
-    def opening(self) -> Events:
+    def opening(self) -> NamedEvents:
         if not self._sent:
             yield "response.created", {"response": self.body_as("in_progress")}
         yield "response.in_progress", {"response": self.body_as("in_progress")}
 
-    def begun(self, block: Block) -> Events:
+    def begun(self, block: Block) -> NamedEvents:
         yield "response.output_item.added", {"output_index": len(self.blocks) - 1, "item": _output(block, "in_progress", ())}
         if block.kind != "call":
             yield "response.content_part.added", self._place() | {"part": _part(block, "")}
 
-    def grown(self, block: Block, text: str) -> Events:
+    def grown(self, block: Block, text: str) -> NamedEvents:
         more: dict[str, Any] = {"logprobs": self._tell()} if block.kind == "content" else {}
         yield f"response.{_TEXT_EVENTS[block.kind]}.delta", self._place() | {"delta": text} | more
 
-    def ended(self, block: Block, *, is_last: bool) -> Events:
+    def ended(self, block: Block, *, is_last: bool) -> NamedEvents:
         text, name = block.text, f"response.{_TEXT_EVENTS[block.kind]}.done"
         if block.kind == "call":
             yield name, self._place() | {"arguments": text, "name": block.name}
@@ -445,11 +445,11 @@ class ResponseShape(BlockShape[ResponseRequest]):
         return self.ending.reason == "cancelled"
 
     @property
-    def _status(self) -> Status:
+    def _status(self) -> ResponseStatus:
         """How the answer ends; its last item ends so too."""
         return "completed" if self.ending.reason == "stop" else "incomplete"
 
-    def body_as(self, status: Status, error: ResponseError | None = None) -> ResponseBody:
+    def body_as(self, status: ResponseStatus, error: ResponseError | None = None) -> ResponseBody:
         """The response object. status: of the answer; its items are in it when it has ended."""
         fields, usage = self.request.body, self.usage()
         ended, last = status not in ("queued", "in_progress"), len(self.blocks) - 1

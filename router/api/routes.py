@@ -11,9 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import BadRequest
+from common.ranges import TokenId
 from router.api.bodies import object_in
 from router.api.chat import MESSAGES, ChatFields, ChatMessage, ChatRequest, chat_request
-from router.api.fields import Model, TokenId, Unsupported, read_fields
+from router.api.fields import ModelField, Unsupported, read_fields
 from router.api.tools import FunctionTool
 
 
@@ -46,7 +47,7 @@ TOKENIZE = Unsupported({"chat_template": (), "mm_processor_kwargs": ({},)}, insi
 class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /tokenize. Exactly one of prompt and messages must be there."""
 
-    model: Model = None
+    model: ModelField = None
     prompt: Annotated[str, Meta(max_length=MAX_CHARS)] | None = None
     """The text."""
     messages: list[ChatMessage] | None = None
@@ -93,7 +94,7 @@ class InputTokens(msgspec.Struct, frozen=True):
 class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /detokenize."""
 
-    model: Model = None
+    model: ModelField = None
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     """Token ids."""
     skip_special_tokens: bool = False

@@ -17,14 +17,15 @@ import numpy as np
 from msgspec import Meta
 
 from common.errors import BadRequest, Conflict
+from common.ranges import TokenId
 from common.sampling_params import MAX_LOGPROB_IDS
 from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import TokenizerManager
 from router.api.answers import embedding_in
 from router.api.bodies import object_in
-from router.api.completions import CompletionRequest, PairPrompt, Prompt, require_few_ids
+from router.api.completions import CompletionRequest, PairPrompt, PromptField, require_few_ids
 from router.api.embeddings import MAX_INPUTS, NumbersShape, PromptFields, PromptUsage
-from router.api.fields import TokenId, Unsupported, read_fields
+from router.api.fields import Unsupported, read_fields
 from router.requests import ChoiceDelta
 
 _RERANKS = 'the answer can only be "yes" or "no"'
@@ -246,7 +247,7 @@ def _read_labels(fields: ScoreFields, model: str) -> ScoreRequest:
         raise BadRequest(f"items must hold 1 to {MAX_INPUTS} texts, or lists of token ids if query is one", field="items")
     _require_few(len(query) * len(items) + sum(map(len, items)), "items")
     joined = [item + query if fields.item_first else query + item for item in items]
-    prompts: tuple[Prompt, ...] = tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in joined)
+    prompts: tuple[PromptField, ...] = tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in joined)
     return ScoreRequest(
         fields=fields.sampling(model),
         max_tokens=1,

@@ -21,7 +21,7 @@ from router.api.completions import CompletionRequest, one_of_prompts, require_fe
 from router.api.fields import (
     ALL_TOKENS,
     CacheSalt,
-    MinTokens,
+    MinTokensField,
     Priority,
     Sampling,
     SamplingFields,
@@ -50,7 +50,7 @@ class GenerateParameters(Sampling, frozen=True, kw_only=True, forbid_unknown_fie
 
     max_new_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """Longest answer, in tokens; without it: 128. 0: only the prompt's log probabilities."""
-    min_tokens: MinTokens = msgspec.field(default=0, name="min_new_tokens")
+    min_tokens: MinTokensField = msgspec.field(default=0, name="min_new_tokens")
     top_k: TopK = ALL_TOKENS
     seed: Seed = msgspec.field(default=None, name="sampling_seed")
     include_stop_str_in_output: bool = msgspec.field(default=False, name="no_stop_trim")
@@ -274,7 +274,7 @@ Logprob: TypeAlias = tuple[float | None, int, str | None]
 _encode = msgspec.json.Encoder().encode
 
 
-class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class FinishMeta(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     type: Literal["stop", "length", "abort"]
     matched: str | int | None = None
     """The stop string or token id that ended the answer."""
@@ -286,7 +286,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
 
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    finish_reason: FinishReason | None
+    finish_reason: FinishMeta | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -413,14 +413,14 @@ class GenerateShape(AnswerShape[GenerateRequest]):
             tops = [[self._entry(logprob, token_id) for token_id, logprob in token.top] for token in tokens]
             written.logprobs[f"{of}_top_logprobs"].extend(tops)
 
-    def _finish(self, ending: Finished, tokens: int) -> FinishReason:
+    def _finish(self, ending: Finished, tokens: int) -> FinishMeta:
         match ending.reason:
             case "cancelled":
-                return FinishReason(type="abort", message="aborted by POST /abort_request")
+                return FinishMeta(type="abort", message="aborted by POST /abort_request")
             case "length":
-                return FinishReason(type="length", length=tokens)
+                return FinishMeta(type="length", length=tokens)
             case "stop":
-                return FinishReason(type="stop", matched=ending.matched)
+                return FinishMeta(type="stop", matched=ending.matched)
 
     def _entry(self, logprob: float | None, token_id: int) -> Logprob:
         text = self.token_texts.text(token_id) if self.request.with_texts else None

@@ -55,7 +55,7 @@ from router.timelines import (
     LoadLine,
     PastRequest,
     RequestTimes,
-    Seconds,
+    SecondsOrNull,
     lines_of,
 )
 from router.traces import Frame
@@ -109,11 +109,11 @@ class OtherRouters:
 class RequestDurations(Durations, frozen=True, kw_only=True):
     """In seconds; those of instances are sums over attempts and exact, because each is of one instance's clock."""
 
-    time_to_first_token_s: Seconds = None
+    time_to_first_token_s: SecondsOrNull = None
     """From the arrival at the router to the first token there."""
-    predicted_ttft_s: Seconds = None
+    predicted_ttft_s: SecondsOrNull = None
     """The same, as predicted when the request was last placed before that token."""
-    e2e_s: Seconds = None
+    e2e_s: SecondsOrNull = None
     """From the arrival at the router to the ending."""
 
 

@@ -33,9 +33,9 @@ from common.messages.variants import (
     GroupName,
     JoinGroup,
     LeaveGroup,
-    Name,
     Path,
     ReadWeight,
+    ShortText,
     WeightsFromGroup,
     WeightsInMemory,
     WeightsOnDisk,
@@ -179,7 +179,7 @@ def read_tensor(body: bytes, context_tokens: int | None = None) -> TensorFields:
     return read_fields(raw, TensorFields, Unsupported({**UPDATE_FIELDS, pickles: ([],)}))
 
 
-Group = Annotated[GroupName, Meta(description="The group's name.")]
+GroupField = Annotated[GroupName, Meta(description="The group's name.")]
 DEFAULT_GROUP = "weight_update_group"
 JOIN_S = 300.0
 
@@ -187,7 +187,7 @@ JOIN_S = 300.0
 class InitGroupFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /init_weights_update_group."""
 
-    master_address: Name
+    master_address: ShortText
     """The trainer's host, where its rank 0 listens."""
     master_port: Annotated[int, Meta(ge=1, le=65_535)]
     """The port there."""
@@ -195,7 +195,7 @@ class InitGroupFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The rank of the fleet's first; the trainer's sender is rank 0."""
     world_size: Annotated[int, Meta(ge=2, lt=2**31)]
     """How many processes meet: those of the trainer, and each rank of each instance here."""
-    group_name: Group = DEFAULT_GROUP
+    group_name: GroupField = DEFAULT_GROUP
     backend: Literal["nccl", "gloo"] = "nccl"
     """What carries the weights: nccl needs GPUs."""
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = JOIN_S
@@ -212,7 +212,7 @@ class GroupBucketFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_
     """The dtype in which each comes."""
     shapes: list[Annotated[list[Annotated[int, Meta(ge=0, lt=2**40)]], Meta(max_length=8)]]
     """The shape of each, as in the checkpoint."""
-    group_name: Group = DEFAULT_GROUP
+    group_name: GroupField = DEFAULT_GROUP
 
     def __post_init__(self) -> None:
         """Raises BadRequest."""
@@ -225,13 +225,13 @@ class GroupBucketFields(UpdateFields, frozen=True, kw_only=True, forbid_unknown_
 class DestroyGroupFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /destroy_weights_update_group."""
 
-    group_name: Group = DEFAULT_GROUP
+    group_name: GroupField = DEFAULT_GROUP
 
 
 class ReadWeightFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /get_weights_by_name."""
 
-    name: Name
+    name: ShortText
     """The weight's name in the checkpoint."""
     truncate_size: Size = 100
     """How many rows of it."""

@@ -19,7 +19,7 @@ from typing import Any
 from common.ids import Role
 from common.options import option
 from common.processes.child import Exited, Ready, Reported
-from launch.child import ChildEvent, RoleProcess, launch_command
+from launch.child import RoleEvent, RoleProcess, launch_command
 from tests.rig.shared_memory import FOLDER, abandoned, shared_files
 
 MARK = "TANDEM_CHAOS"
@@ -87,7 +87,7 @@ class Process(RoleProcess):
         self.is_struck = True
         super().kill()
 
-    def _take(self, event: ChildEvent) -> None:
+    def _take(self, event: RoleEvent) -> None:
         match event:
             case Reported(report=Ready(addresses=addresses)) if not self.ready.done():
                 self.ready.set_result(addresses)

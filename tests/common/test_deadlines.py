@@ -48,7 +48,7 @@ class WheelAgainstDictionary(RuleBasedStateMachine):
 
 
 TestWheelAgainstDictionary = WheelAgainstDictionary.TestCase
-TestWheelAgainstDictionary.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWheelAgainstDictionary.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def test_deadlines_at_the_same_time_pass_in_the_order_in_which_they_were_set() -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from common.addresses import check_address
 from common.errors import ConfigError, WireError
-from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, RequestId
+from common.ids import DETOKENIZER, ROUTER, AttemptId, InstanceId, RequestId
 from common.instance.ports import Mail
 from common.mail import FrameRefused, Mailbox, pack_frame, unpack_frame
 from common.messages import (
@@ -32,9 +32,7 @@ from common.messages import (
     DetokenizerInbox,
     ExpectAnswer,
     ForgetAnswer,
-    Goodbye,
     RouterInbox,
-    TextBatch,
     TokenBatch,
     Trace,
 )
@@ -469,19 +467,6 @@ def test_a_correspondent_that_closes_is_told_of_once_and_the_others_are_not(
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(main())
     assert broken == [PREFILL]
-
-
-def test_a_router_and_an_instance_talk_both_ways(make: Make) -> None:
-    router: Mailbox[RouterInbox] = make(ROUTER, inbox=RouterInbox)
-    detokenizer = make()
-    router.route(DETOKENIZER, detokenizer.address)
-    detokenizer.route(ROUTER, router.address)
-    router.send(DETOKENIZER, ExpectAnswer(key=KEY))
-    detokenizer.wait(WAIT_S)
-    assert detokenizer.receive() == [(ROUTER, ExpectAnswer(key=KEY))]
-    detokenizer.send(ROUTER, TextBatch(deltas=()))
-    detokenizer.send(ROUTER, Goodbye(id=DETOKENIZER, incarnation=Incarnation("1")))
-    assert [type(message) for _, message in received(router, 2)] == [TextBatch, Goodbye]
 
 
 CORRESPONDENTS = 400

@@ -218,10 +218,10 @@ def test_a_message_is_decoded_by_the_inboxes_that_list_it_and_refused_by_the_oth
     assert takers >= 1
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
-def test_fields_that_a_newer_version_added_are_ignored(sample: AnyMessage) -> None:
-    newer = {**msgspec.to_builtins(sample, builtin_types=(bytes,)), "field_of_the_future": [1, {"a": 2}]}
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(newer), type=AnyMessage) == sample
+def test_fields_that_a_newer_version_added_are_ignored() -> None:
+    for sample in SAMPLES:
+        newer = {**msgspec.to_builtins(sample, builtin_types=(bytes,)), "field_of_the_future": [1, {"a": 2}]}
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(newer), type=AnyMessage) == sample
 
 
 @pytest.mark.parametrize(
@@ -244,18 +244,17 @@ def test_messages_of_an_older_version_that_name_no_life_fit_every_life(added: tu
     assert type(taken) is kind and all(fits(life, Incarnation("any")) for life in lives)
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
-def test_a_message_cannot_be_changed(sample: AnyMessage) -> None:
-    for field in sample.__struct_fields__:
+def test_a_message_cannot_be_changed() -> None:
+    for sample, field in ((each, field) for each in SAMPLES for field in each.__struct_fields__):
         with pytest.raises(AttributeError, match="immutable"):
             setattr(sample, field, None)
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
-def test_the_tag_on_the_wire_is_the_name_of_the_class_or_its_former_name(sample: AnyMessage) -> None:
-    name = type(sample).__name__
+def test_the_tag_on_the_wire_is_the_name_of_the_class_or_its_former_name() -> None:
     former = {"ExpectAnswer": "Open", "ForgetAnswer": "Close", "TransferOrder": "Command"}
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample))["type"] == former.get(name, name)
+    for sample in SAMPLES:
+        name = type(sample).__name__
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(sample))["type"] == former.get(name, name)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from common.instance.ports import Action, RouterJoined
 from common.messages import Claim, Grant, Handoff, Renew, Reserve, Terms
 from decode.reservations import MEASURED_S
 from decode.scheduler import DecodeScheduler
-from kv_transfer.handoff_reader import Digest
+from kv_transfer.handoff_reader import DigestPages
 from tests.builders import LAYOUT, engine, instance, key, limits, result, sampling
 from tests.schedulers import generate as generate
 from tests.schedulers import grants, meet, planned, prompt_of
@@ -25,7 +25,7 @@ def scheduler(
     max_rows: int = 4,
     chunk_tokens: int = 8,
     max_waiting: int = 16,
-    digest: Digest | None = None,
+    digest: DigestPages | None = None,
     drafting: Drafting | None = None,
 ) -> DecodeScheduler:
     bounds = replace(limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting), drafting=drafting)
@@ -96,7 +96,7 @@ def with_reservation(
     now: float = 0.0,
     total_pages: int = 64,
     max_rows: int = 4,
-    digest: Digest | None = None,
+    digest: DigestPages | None = None,
 ) -> tuple[DecodeScheduler, Grant]:
     """A scheduler with one reservation that was granted, and its grant."""
     made = scheduler(total_pages, max_rows, digest=digest)

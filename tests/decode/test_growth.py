@@ -110,11 +110,11 @@ def test_a_running_request_needs_what_the_forecast_leaves_and_another_page_once_
     assert still.tolist() == [math.ceil(tokens / PAGE_SIZE) - pages for tokens, pages in zip(fed, [2, 2, 5, 5], strict=True)]
 
 
-def served(pool_tokens: int, asked: list[int], answer: int) -> tuple[DecodeScheduler, list[int]]:
+def served(pool_tokens: int, asked: list[int], answer: int, context_tokens: int = CONTEXT) -> tuple[DecodeScheduler, list[int]]:
     """Requests with these limits, all there from the start, are served to the end by an instance like the product's: how many run
     in each step. Answers stop after so many tokens."""
     bounds = limits(chunk_tokens=8192, max_waiting=1024, answer_tokens=512)
-    made = DecodeScheduler(instance("d", "decode"), engine(pool_tokens // LAYOUT.page_size, 64, CONTEXT), bounds)
+    made = DecodeScheduler(instance("d", "decode"), engine(pool_tokens // LAYOUT.page_size, 64, context_tokens), bounds)
     made.handle(RouterJoined(ROUTER, 1), 0.0)
     for number, limit in enumerate(asked):
         assert made.receive(ROUTER, generate(f"r{number}", 8, limit), 0.0) == []
@@ -157,16 +157,18 @@ def test_neither_clients_that_leave_nor_short_limits_make_the_forecast_short(lim
 @pytest.mark.parametrize("complete", [True, False])
 def test_after_long_answers_the_forecast_comes_down_though_no_answer_stops_by_a_token(complete: bool) -> None:
     """A batch of answers that all reached a long limit, then chats that end by a stop string, or whose clients leave."""
-    made, _ = served(CONTEXT, [1000] * 64, CONTEXT)
-    for number in range(384):
-        made.receive(ROUTER, generate(f"chat{number}", 8, CONTEXT - 8), 0.0)
+    context_tokens, answer = CONTEXT // 2, ANSWER // 2
+    made, _ = served(context_tokens, [500] * 64, CONTEXT, context_tokens)
+    for number in range(256):
+        made.receive(ROUTER, generate(f"chat{number}", 8, context_tokens - 8), 0.0)
     running = []
     while len(made._requests):
         plan = planned(made.decide(0.0))
         running.append(made._batch.running)
-        long_enough = made._batch.sampled[plan.sampled_rows] >= ANSWER - 1
+        long_enough = made._batch.sampled[plan.sampled_rows] >= answer - 1
         ended = [made._requests.in_row[row].key for row in plan.sampled_rows[long_enough].tolist()]
         made.step_done(result(plan, [60] * len(plan.sampled_rows)), 0.0)
         for one in ended:
             made.receive(ROUTER, Cancel(key=one, complete=complete), 0.0)
-    assert max(running[-2 * ANSWER :]) == 64, "all rows run side by side again"
+    assert max(running[:answer]) < 16, "few at first"
+    assert max(running[-2 * answer :]) == 64, "all rows run side by side again"

@@ -324,6 +324,17 @@ def test_a_request_that_cannot_fit_beside_stuck_pages_waits_a_while_and_is_then_
     assert made.report().load.waiting_requests == 0
 
 
+def test_a_request_waits_on_as_long_as_somebody_holds_pages_and_will_let_go() -> None:
+    made = stuck()
+    made.receive(WRITER, reserve("large", 16, sent_s=105.0), 105.0)
+    made.receive(WRITER, reserve("small", 4, sent_s=105.0), 105.0)
+    (small,) = grants(made.decide(105.0).actions)
+    for second in range(106, 140):
+        made.receive(WRITER, renew(second, ("stuck", 0), ("large", 0), ("small", small.generation)), float(second))
+        assert declined(made.decide(float(second)).actions) == {}
+    assert made.report().load.waiting_requests == 1
+
+
 def test_a_request_that_waits_for_pages_which_their_writer_cannot_release_is_refused_when_routers_can_know() -> None:
     made, grant = with_reservation("stuck", tokens=8, now=100.0, total_pages=6)
     made.receive(WRITER, reserve("large", 16, sent_s=100.0), 100.0)

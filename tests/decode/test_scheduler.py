@@ -144,6 +144,19 @@ def test_a_row_that_another_request_has_got_has_no_drafts_of_the_former_one() ->
     assert set(planned(decision).draft_rows.tolist()) <= set(planned(decision).decode_rows.tolist())
 
 
+def test_drafts_take_no_page_where_the_answers_will_need_all_of_them() -> None:
+    made, steps = scheduler(total_pages=8, max_rows=4, chunk_tokens=64, drafting=Drafting()), list[tuple[int, int]]()
+    made.handle(StepsMeasured(StepCost(step_s=0.02, decode_row_s=0.0001)), 0.0)
+    for name in ("a", "b"):
+        made.receive(ROUTER, generate(name, 4, max_new_tokens=24), 0.0)
+    for _ in range(9):
+        plan = planned(made.decide(0.0))
+        tokens, behind = (np.full(len(rows), 60, dtype=np.int32) for rows in (plan.sampled_rows, plan.draft_rows))
+        made.step_done(StepResult(plan, tokens, drafted=behind), 0.0)
+        steps.append((len(plan.draft_rows), len(plan.grown_rows)))
+    assert [each for each in steps if each[0]] == [(2, 0)] * 3, "a step that grows rows for their answers has no drafts"
+
+
 @pytest.mark.parametrize("is_failed", [True, False])
 def test_what_a_failed_chunk_leaves_in_its_pages_is_shared_with_nobody(is_failed: bool) -> None:
     made = scheduler(chunk_tokens=64)

@@ -209,7 +209,7 @@ ASKS = st.lists(
 
 
 @given(asks=ASKS, rows=st.integers(2, 6), pages=st.integers(8, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_everybody_advances_and_every_page_comes_home(asks: list[tuple[str, int, int, int]], rows: int, pages: int) -> None:
     owners = Owners(scheduler(pages, rows, chunk_tokens=16, max_waiting=1000))
     for number, (owner, tokens, answer, pause) in enumerate(asks):
@@ -226,7 +226,7 @@ def test_everybody_advances_and_every_page_comes_home(asks: list[tuple[str, int,
 
 
 @given(rows=st.integers(2, 12), wants=st.lists(st.integers(1, 12), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rows_are_max_min_fair(rows: int, wants: list[int]) -> None:
     """Owners come one after another, and each wants so many rows for long."""
     owners = Owners(scheduler(200, rows, chunk_tokens=64, max_waiting=1000))

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.drafting import DRAFTS, LONGEST, SHORTEST, Drafting, parse_drafting
@@ -28,6 +28,7 @@ def followed_by(tokens: list[int], sizes: tuple[int, ...], most: int) -> list[in
     return None
 
 
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.lists(st.integers(0, 2), max_size=20)), max_size=4

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from demo import corpus
 from demo.circuit import build_model
-from demo.corpus import TASKS, Chat, Task
+from demo.corpus import TASKS, DemoChat, DemoTask
 from demo.evaluate import MODEL, by_transformers, measure
 from demo.examples import LONGEST_LIST, collate, draw, drill, encode
 from demo.muon import Muon
@@ -20,7 +20,7 @@ from demo.tokenizer import CONTEXT
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_held_out_chat_is_a_function_of_task_size_and_seed(task: Task) -> None:
+def test_a_held_out_chat_is_a_function_of_task_size_and_seed(task: DemoTask) -> None:
     assert corpus.held_out(task, 12, 3) == corpus.held_out(task, 12, 3)
     chats = {corpus.held_out(task, 12, seed) for seed in range(20)}
     assert len(chats) > 3
@@ -59,7 +59,7 @@ def test_held_out_lists_are_not_those_of_training() -> None:
 
 
 def test_a_training_chat_asks_many_questions_about_one_list() -> None:
-    chat: Chat = corpus.retrieval(Random(5), lines=30, questions=10)
+    chat: DemoChat = corpus.retrieval(Random(5), lines=30, questions=10)
     listed = set(chat.turns[0].user.splitlines())
     assert len(chat.turns) == 10 and all(turn.answer in listed for turn in chat.turns)
 

@@ -18,15 +18,15 @@ from common.access import write_key
 from common.errors import TransferError
 from common.processes.child import Exited, Ready, Reported
 from demo.evaluate import MODEL
-from launch.child import ChildEvent, RoleProcess, launch_command
+from launch.child import RoleEvent, RoleProcess, launch_command
 from tests.e2e.test_ranks import departure
 from tests.e2e.test_supervision import PROMPTS, begun
 from tests.e2e.test_token_exact import Reference, answers, demo_prompts
 from tests.kv_transfer.agents import nixl_kind
-from tests.kv_transfer.hosts import Cable, inside, processes_in
+from tests.kv_transfer.hosts import Cable, processes_in
 from tests.kv_transfer.test_transports import needs
 from tests.rig.client import Request, Streams
-from tests.rig.namespaces import Spot, two_namespaces
+from tests.rig.namespaces import Spot, inside, two_namespaces
 from tests.rig.pages import FleetPages, until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
@@ -64,7 +64,7 @@ class Supervised:
     def _start(self) -> RoleProcess:
         return RoleProcess(self._role, self._command, self._heard, nixl_kind(tcp_only=True).environment)
 
-    def _heard(self, event: ChildEvent) -> None:
+    def _heard(self, event: RoleEvent) -> None:
         """On a thread of the child."""
         if isinstance(event, Reported) and isinstance(event.report, Ready):
             self.addresses.update(event.report.addresses)
@@ -96,7 +96,7 @@ def fleet_on(cable: Cable, key: Path | None, decode: Sequence[str]) -> Iterator[
         return started[-1]
 
     near, far = cable.near, cable.far
-    with inside(near):
+    with inside(near.name):
         try:
             control = [trust] if key is None else [trust, "--insecure=on"]  # for HTTP, which has no keys here
             router = start("router", near, "--port=0", "--control-port=0", *control)

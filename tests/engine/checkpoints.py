@@ -5,6 +5,7 @@ Owns their sizes. What they answer is peaked, so that rounding decides nothing.
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import (
     LlamaConfig,
@@ -22,9 +23,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from common.ids import Int32Array
+
 VOCAB = 500
 SIZES: dict[str, object] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
 }  # fmt: skip
 
@@ -67,3 +70,9 @@ def saved(model: PreTrainedModel, path: Path) -> Path:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)  # norms and biases that matter
     model.save_pretrained(path)
     return path
+
+
+def prompts_of(*lengths: int) -> list[Int32Array]:
+    """Random tokens, the same for as many prompts."""
+    random = np.random.default_rng(len(lengths))
+    return [random.integers(3, VOCAB, length).astype(np.int32) for length in lengths]

@@ -15,26 +15,20 @@ import torch
 from transformers import PreTrainedModel
 
 from common.executor import Chunk, RowStart, StepPlan, StepResult
-from common.ids import Int32Array
 from common.sampling_params import SamplingParams
 from engine.model_runner import ModelRunner
 from engine.step_runner import PendingStep
 from tests.engine import exact
-from tests.engine.checkpoints import VOCAB, llama, mistral, qwen2, qwen3, saved
+from tests.engine.checkpoints import llama, mistral, prompts_of, qwen2, qwen3, saved
 from tests.engine.driver import Driver
+from tests.engine.exact import GREEDY
 from tests.engine.planned import SequencePlanner
 
-GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=99, temperature=0.9, top_p=0.95, seed=11)
 MANY_IN_FLIGHT = 12
 """More than the pinned buffers through which a step's arrays reach a card."""
 PAUSE_CYCLES = 10**8
 """About 50 ms of a card, in which no step can begin."""
-
-
-def prompts(*lengths: int) -> list[Int32Array]:
-    random = np.random.default_rng(len(lengths))
-    return [random.integers(3, VOCAB, length).astype(np.int32) for length in lengths]
 
 
 class EngineContract:
@@ -64,12 +58,12 @@ class EngineContract:
     def test_greedy_answers_are_those_of_transformers(self, tmp_path: Path, make: Callable[[], PreTrainedModel]) -> None:
         model = make()
         made = self.runner(saved(model, tmp_path))
-        exact.assert_exact(model, exact.answers(made, prompts(1, 17, 90), 6, chunk_tokens=37))
+        exact.assert_exact(model, exact.answers(made, prompts_of(1, 17, 90), 6, chunk_tokens=37))
 
     @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
     def test_steps_in_flight_give_the_tokens_of_one_step_at_a_time(self, tmp_path: Path, sampling: SamplingParams) -> None:
         """Rows start, grow, end and start again while earlier steps of theirs are in flight, and take over pages of such rows."""
-        made = self.runner(saved(qwen3(), tmp_path), max_running=4, kv_memory="512KiB", context_tokens=64)
+        made = self.runner(saved(qwen3(), tmp_path), max_running=4, kv_memory="336KiB", context_tokens=64)
         random = np.random.default_rng(1)
         asked, counts = random.integers(1, 40, (2, 14))
         assert int(((asked + counts) // 16).sum()) > made.description.total_pages, "pages are used again"
@@ -82,7 +76,7 @@ class EngineContract:
     def test_a_row_that_is_given_up_in_flight_is_another_requests_at_once(self, tmp_path: Path) -> None:
         """On the same pages, beside a row that goes on."""
         made = self.runner(saved(llama(), tmp_path), max_running=2)
-        given_up, after, beside = prompts(20, 33, 9)
+        given_up, after, beside = prompts_of(20, 33, 9)
         alone = [Driver(made.run, made.description).answers([prompt], 12, GREEDY)[0] for prompt in (after, beside)]
         pages = np.arange(4, dtype=np.int32)
         both, step = np.arange(2, dtype=np.int32), 0
@@ -104,7 +98,7 @@ class EngineContract:
         """What is read then, by another stream of a card, is what is there after the step."""
         made = self.runner(saved(llama(num_hidden_layers=6), tmp_path), layer_groups=3)
         layout = made.description.layout
-        (prompt,) = prompts(200)
+        (prompt,) = prompts_of(200)
         pages = layout.pages_for(len(prompt))
         kv = made.memory.pool[:pages].view(torch.uint8).view(pages, layout.layers, -1)
         aside = contextlib.nullcontext() if self.device == "cpu" else torch.cuda.stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]

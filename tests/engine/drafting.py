@@ -54,7 +54,7 @@ def requests(
 def made(
     path: Path, draft: Path | None, group: Group = ALONE, agree: Agree = as_offered, *, is_head: bool = False, **changes: Any
 ) -> ModelRunner:
-    fields: dict[str, Any] = {"device": "cpu", "page_size": 7, "kv_memory": "2MiB", "max_running": 24, "grammar": "off"}
+    fields: dict[str, Any] = {"device": "cpu", "page_size": 7, "kv_memory": "1360KiB", "max_running": 24, "grammar": "off"}
     engine = EngineConfig(**(fields | {"context_tokens": CONTEXT, "dtype": "float32"} | changes))
     drafting = None if draft is None else Drafting(DRAFTS, model=str(draft), is_head=is_head)
     return ModelRunner(ModelConfig(model=str(path)), engine, lambda text: None, group, agree, drafting=drafting)

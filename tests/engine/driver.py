@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult, count_right
+from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
 from common.ids import Digest, Int32Array
 from common.sampling_params import SamplingParams
 
 Run = Callable[[StepPlan], StepResult]
-Draft = Callable[[int, Sequence[int]], Sequence[int]]
 
 
 class Driver:
@@ -28,14 +27,8 @@ class Driver:
         engine: EngineDescription,
         growing: bool = False,
         adapters: Sequence[Digest] | None = None,
-        draft: Draft | None = None,
     ) -> None:
-        """adapters: of each prompt; None: the model alone computes all. draft: what may follow the answer of a row so far; None:
-        nothing is drafted."""
-        self._draft, self._drafted = draft, dict[int, Sequence[int]]()
-        self._verified: dict[int, int] = {}
-        self.right = 0
-        """How many drafts were right."""
+        """adapters: of each prompt; None: the model alone computes all."""
         self._run = run
         self._layout = engine.layout
         self._growing, self._adapters = growing, adapters
@@ -70,22 +63,11 @@ class Driver:
                 elif len(answer) < tokens:
                     decode.append(row)
                     self._reach(row, len(prompt) + len(answer))
-                    if self._draft is not None:
-                        most = min(tokens - 1, self._held[row] * self._layout.page_size - len(prompt)) - len(answer)
-                        self._drafted[row] = self._draft(row, answer)[: max(0, most)]
             step += 1
-            plan = self._plan(step, chunks, decode, answers)
+            plan = self._plan(step, chunks, decode)
             result = self._run(plan)
             for row, token in zip(plan.sampled_rows.tolist(), result.tokens.tolist(), strict=True):
                 answers[row].append(token)
-            behind = iter(result.drafted.tolist())
-            for row, right in zip(decode, count_right(plan, result.tokens, result.drafted).tolist(), strict=True):
-                tokens_behind = [next(behind) for _ in self._drafted.get(row, ())]
-                answers[row] += tokens_behind[:right]
-                self.right += right
-                if tokens_behind:
-                    self._verified[row] = len(prompts[row]) + len(answers[row]) - 1
-            self._drafted = {}
         return answers
 
     def _start(self, row: int, prompt: Int32Array, answered: int, tokens: int, sampling: SamplingParams) -> None:
@@ -104,7 +86,7 @@ class Driver:
             self._grown[row] = next(self._pages)
             self._held[row] += 1
 
-    def _plan(self, step: int, chunks: list[Chunk], decode: list[int], answers: Sequence[list[int]]) -> StepPlan:
+    def _plan(self, step: int, chunks: list[Chunk], decode: list[int]) -> StepPlan:
         plan = StepPlan(
             step,
             starts=tuple(self._starts),
@@ -112,11 +94,33 @@ class Driver:
             decode_rows=np.array(decode, dtype=np.int32),
             grown_rows=np.array(list(self._grown), dtype=np.int32),
             grown_pages=np.array(list(self._grown.values()), dtype=np.int32),
-            draft_rows=np.array([row for row in decode for _ in self._drafted.get(row, ())], dtype=np.int32),
-            draft_tokens=np.array([token for row in decode for token in self._drafted.get(row, ())], dtype=np.int32),
-            verified_rows=np.array([row for row in decode if row in self._verified], dtype=np.int32),
-            verified_tokens=np.array([answers[row][-1] for row in decode if row in self._verified], dtype=np.int32),
-            verified_lengths=np.array([self._verified.pop(row) for row in decode if row in self._verified], dtype=np.int32),
         )
         self._starts, self._grown = [], {}
         return plan
+
+
+def handed_off(
+    run: Run, prompts: Sequence[Int32Array], sampling: Sequence[SamplingParams], tokens: int, pages_per_row: int, first_row: int
+) -> list[list[int]]:
+    """The answers when the prompts are computed in the first rows, and so many tokens in the rows from another one on, which get
+    the pages."""
+    count = len(prompts)
+    pages = np.arange(count * pages_per_row, dtype=np.int32).reshape(count, -1)
+    given = list(zip(pages, sampling, prompts, strict=True))
+    starts = tuple(RowStart(row, pages, params, token_ids=prompt) for row, (pages, params, prompt) in enumerate(given))
+    chunks = tuple(Chunk(row, 0, prompt, last=True) for row, prompt in enumerate(prompts))
+    answers = [[token] for token in run(StepPlan(1, starts, chunks)).tokens.tolist()]
+    known = [np.append(prompt, np.int32(answer[0])) for prompt, answer in zip(prompts, answers, strict=True)]
+    moved = tuple(
+        RowStart(
+            first_row + row, pages, params, length=len(prompt), last_token=int(known[row][-1]), token_ids=known[row],
+            answer_tokens=1,
+        )
+        for row, (pages, params, prompt) in enumerate(given)
+    )  # fmt: skip
+    rows = np.arange(first_row, first_row + count, dtype=np.int32)
+    for step in range(tokens - 1):
+        result = run(StepPlan(2 + step, moved if step == 0 else (), decode_rows=rows))
+        for answer, token in zip(answers, result.tokens.tolist(), strict=True):
+            answer.append(token)
+    return answers

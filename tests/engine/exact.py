@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 
 def runner(path: Path, say: Callable[[str], None] = lambda text: None, **changes: object) -> ModelRunner:
     """A runner on the CPU with room for some contexts of these small models, unless the fields of its config say otherwise."""
-    fields: dict[str, object] = {"device": "cpu", "page_size": 16, "kv_memory": "32MiB", "max_running": 32}
+    fields: dict[str, object] = {"device": "cpu", "page_size": 16, "kv_memory": "8MiB", "max_running": 8}
     return ModelRunner(ModelConfig(model=str(path)), EngineConfig(**(fields | changes)), say)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 HOST_READS = {
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__),
@@ -54,7 +54,8 @@ class _HostDoor(TorchFunctionMode):
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
+        self._steps: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []
+        """Each operation that writes, with its arguments, and the place and tensor of each result in storage of its own."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,20 +65,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             raise NotCapturable("repeat_interleave needs output_size")
         out = func(*args, **kwargs)
-        self._steps.append((func, args, kwargs, tree_flatten(out)[0]))
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        tensors = [(at, each) for at, each in enumerate(tree_leaves(out)) if isinstance(each, Tensor)]
+        new = [(at, each) for at, each in tensors if each.untyped_storage().data_ptr() not in given]
+        if new or func._schema.is_mutable:  # else it is a view of storage that others write
+            self._steps.append((func, args, kwargs, new))
         return out
 
     def replay(self) -> None:
-        for func, args, kwargs, outs in self._steps:
-            given = {x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
-            is_new = [isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given for out in outs]
-            if not any(is_new) and not func._schema.is_mutable:
-                continue  # a view of storage that others write
-            again = tree_flatten(func(*args, **kwargs))[0]
-            for out, result, new in zip(outs, again, is_new, strict=True):
-                if new:
-                    assert out.shape == result.shape and out.dtype == result.dtype, f"{func} allocates another size"
-                    out.copy_(result)
+        for func, args, kwargs, new in self._steps:
+            again = func(*args, **kwargs)
+            results = [again] if isinstance(again, Tensor) else tree_leaves(again)
+            for at, out in new:
+                assert out.shape == results[at].shape and out.dtype == results[at].dtype, f"{func} allocates another size"
+                out.copy_(results[at])
 
 
 def by_mask(name: str, values: Tensor, indices: Any, new: Tensor | None = None, *_: object) -> bool:

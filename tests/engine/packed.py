@@ -1,14 +1,19 @@
 """Models whose decode steps are recorded on CPU, however small they are.
 
-Owns how the measurement of products is replaced by one that chooses C for everything.
+Owns how the measurement of products is replaced by one that chooses C for everything, and a count of replays.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
+from torch import Tensor
 
 from engine.cpu.products import load_panel_product
 from engine.models import linear as packing
 from engine.models.linear import MeasuredProduct
-from engine.replay import load_recorder
+from engine.replay import Recording, load_recorder
 
 IN_C = load_panel_product()
 CAN_RECORD = IN_C is not None and load_recorder() is not None
@@ -22,3 +27,17 @@ def pack_everything(monkeypatch: pytest.MonkeyPatch, ratios: dict[int, float] | 
     monkeypatch.setattr(packing, "_LEAST_ITEMS", 0)
     monkeypatch.setattr(packing, "_LEAST_OUTPUTS", 0)
     monkeypatch.setattr(packing, "measure", lambda samples, products: measured)
+
+
+@contextmanager
+def counted_replays() -> Iterator[list[int]]:
+    """How many calls each replay makes while this lasts."""
+    made: list[int] = []
+    original = Recording.run
+
+    def counted(self: Recording, *args: object) -> tuple[Tensor, ...]:
+        made.append(len(self._calls))
+        return original(self, *args)  # type: ignore[arg-type]
+
+    with mock.patch.object(Recording, "run", counted):
+        yield made

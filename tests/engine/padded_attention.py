@@ -1,14 +1,22 @@
 """Decode attention that can be captured, from its definition: each row over all pages that it could have, masked by its length.
 
-For tests of the decode step as a graph. Reads only the tensors that it was planned with, and its own buffer of lengths.
+For tests of the decode step as a graph. Reads only the tensors that it was planned with, and its own buffer of lengths. Also
+makes runners on the CPU choose it, and capture, as on a card.
 """
 
+import pytest
 import torch
 from torch import Tensor
 
+from engine import model_runner
+from engine.backends import ChosenAttention
+from engine.gpu.flashinfer import AttentionNeeds
 from engine.kv_memory import KVMemory
+from engine.model_runner import ModelRunner
 from engine.ports import StepTokens
+from engine.replay import GraphMaker
 from engine.torch_attention import PagedAttention
+from engine.torch_kernels import Kernels
 
 
 class CapturablePaged(PagedAttention):
@@ -43,3 +51,14 @@ class PaddedAttention:
 
     def for_graph(self, rows: int) -> None:
         raise AssertionError("it is for a graph already")
+
+
+def as_on_a_card(monkeypatch: pytest.MonkeyPatch, maker: GraphMaker) -> None:
+    """For runners that are made from now on. Recorded graphs see torch's operations alone, so kernels are torch's."""
+
+    def chosen(needs: AttentionNeeds, *others: object) -> ChosenAttention:
+        return ChosenAttention(CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype), "padded")
+
+    monkeypatch.setattr(model_runner, "make_attention", chosen)
+    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())
+    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: maker)

@@ -2,6 +2,7 @@
 proposes is what its formulas say in float64, without pages or KV, of what transformers' model computes."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,18 @@ from transformers import PreTrainedModel
 from common.drafting import HEAD_TAIL
 from common.errors import ConfigError
 from common.executor import StepResult
+from common.ids import Int32Array
+from common.sampling_params import SamplingParams
 from decode import speculation
-from engine import model_runner
-from engine.backends import ChosenAttention
-from engine.gpu.flashinfer import AttentionNeeds
-from engine.model_runner import ModelRunner
 from engine.parallel import Group
-from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
 from tests.engine.drafting import KINDS, made, requests, serve, take_in
 from tests.engine.graph_recorder import RecordedGraphs
-from tests.engine.padded_attention import CapturablePaged
+from tests.engine.padded_attention import as_on_a_card
 from tests.engine.ranks import least_of, on_ranks
 
 LAYERS, OWN_VOCAB, HEADS, KV_HEADS, DIM = 7, 400, 4, 2, 16
-CONTEXT = 300
+SIZES: dict[str, Any] = {"context_tokens": 300, "kv_memory": "8MiB"}
 
 
 def head_of(served: PreTrainedModel, path: Path, own_vocab: int = OWN_VOCAB, **changes: object) -> Path:
@@ -63,12 +61,13 @@ def head_of(served: PreTrainedModel, path: Path, own_vocab: int = OWN_VOCAB, **c
 
 
 class Reference:
-    """The head's formulas in float64: no pages, no KV, every step computed anew."""
+    """The head's formulas in float64: no pages, no KV, every step computed anew; the model's part of it once for a sequence."""
 
     def __init__(self, served: PreTrainedModel, path: Path) -> None:
         self._served = served.double()
         self._weights = {name: weight.double() for name, weight in load_file(path / "model.safetensors").items()}
         self._ids = self._weights["d2t"].long() + torch.arange(len(self._weights["d2t"]))
+        self._computed = list[tuple[list[int], Tensor]]()
 
     def drafts(self, known: list[int], begin: int, count: int) -> list[int]:
         """known: all tokens, the last one not fed yet. begin: the first place that the head reads."""
@@ -79,6 +78,11 @@ class Reference:
             tokens.append(int(self._ids[logits[0].argmax()]))
             features = torch.cat([features, hidden[-1:]])
         return tokens[-count:]
+
+    def read(self, sequences: list[tuple[list[int], list[int]]]) -> None:
+        """Compute what the model knows of prompts and their answers."""
+        for prompt, answer in sequences:
+            self._features([*prompt, *answer])
 
     def teach(self, sequences: list[tuple[list[int], list[int]]], path: Path) -> None:
         """Fit the head's last product to these answers to prompts, so that some of its drafts are right."""
@@ -95,9 +99,17 @@ class Reference:
         stored = load_file(path / "model.safetensors")
         save_file(stored | {"lm_head.weight": self._weights["lm_head.weight"].float().contiguous()}, path / "model.safetensors")
 
-    @torch.no_grad()
     def _features(self, known: list[int]) -> Tensor:
-        """Those of all tokens but the last."""
+        """Those of all tokens but the last: the beginning of what was computed for a longer sequence, if there is one."""
+        before = known[:-1]
+        whole = next((each for tokens, each in self._computed if tokens[: len(before)] == before), None)
+        if whole is None:
+            whole = self._compute_features(known)
+            self._computed.append((before, whole))
+        return whole[: len(before)]
+
+    @torch.no_grad()
+    def _compute_features(self, known: list[int]) -> Tensor:
         states = self._served(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
         taps = torch.cat([states[each][0] for each in (2, LAYERS // 2, LAYERS - 3)], dim=-1)
         return F.linear(taps, self._weights["fc.weight"])
@@ -153,62 +165,67 @@ def compare(steps: list[StepResult], prompts: list[list[int]], reference: Refere
     return compared, seen
 
 
-def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps are graphs, with attention that can be captured."""
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """A model with a head, and what the model answers without it to requests, of which the head knows the first two."""
 
-    def chosen(needs: AttentionNeeds, *others: object) -> ChosenAttention:
-        return ChosenAttention(CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype), "padded")
+    path: Path
+    head: Path
+    asked: list[tuple[Int32Array, SamplingParams]]
+    answers: list[list[int]]
+    reference: Reference
 
-    monkeypatch.setattr(model_runner, "make_attention", chosen)
-    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())
-    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: RecordedGraphs())
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
+    """Prompts are shorter and longer than what a head begins with, and some begin alike."""
+    served, folder = qwen3(num_hidden_layers=LAYERS), tmp_path_factory.mktemp("taught")
+    path, head = saved(served, folder / "served"), head_of(served, folder / "head")
+    asked = requests(4, KINDS[:1], 2, longest=150)
+    asked += [(np.concatenate([asked[0][0], prompt[:20]]), sampling) for prompt, sampling in asked[:2]]
+    answers = serve(made(path, None, **SIZES), asked).answers
+    sequences = [(prompt.tolist(), answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
+    reference = Reference(served, head)
+    reference.read(sequences)
+    reference.teach(sequences[:2], head)
+    return Taught(path, head, asked, answers, reference)
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"graphs": "off"}, {"graph_sizes": "1,4,16,24"}], ids=["recorded", "layer by layer", "graphs"]
 )
 def test_a_head_proposes_what_its_formulas_say_and_changes_no_answer(
-    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    taught: Taught, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts are shorter and longer than what it begins with, some begin alike, and it begins some rows anew."""
+    """It begins some rows anew."""
     if "graphs" in changes:
         monkeypatch.setattr(speculation, "HEAD_WINDOW", 110)
     if "graph_sizes" in changes:
-        as_on_a_card(monkeypatch)
-    served = qwen3(num_hidden_layers=LAYERS)
-    path = saved(served, tmp_path / "served")
-    head = head_of(served, tmp_path / "head")
-    sizes: dict[str, Any] = {"context_tokens": CONTEXT, "kv_memory": "8MiB"} | changes
-    asked = requests(4, KINDS[:1], 2, longest=150)
-    asked += [(np.concatenate([asked[0][0], prompt[:20]]), sampling) for prompt, sampling in asked[:2]]
-    prompts = [prompt.tolist() for prompt, _ in asked]
-    without, reference = serve(made(path, None, **sizes), asked), Reference(served, head)
-    reference.teach(list(zip(prompts, without.answers, strict=True))[:2], head)
-    with_it = serve(made(path, head, is_head=True, **sizes), asked)
-    assert with_it.answers == without.answers
-    counters = with_it.counters
+        as_on_a_card(monkeypatch, RecordedGraphs())
+    served = serve(made(taught.path, taught.head, is_head=True, **SIZES | changes), taught.asked)
+    assert served.answers == taught.answers
+    counters = served.counters
     assert counters.tokens_drafted > 100 and 0.05 < counters.tokens_accepted / counters.tokens_drafted < 0.9
-    compared, begins = compare(with_it.steps, prompts, reference)
+    compared, begins = compare(served.steps, [prompt.tolist() for prompt, _ in taught.asked], taught.reference)
     assert compared == counters.tokens_drafted and len(begins) > (5 if "graphs" in changes else 2) and 0 in begins
 
 
 def test_sampled_answers_grammars_of_processors_and_ranks_are_as_without(tmp_path: Path) -> None:
+    """The ranks have pages of another size."""
     served = llama(num_hidden_layers=LAYERS)
     path, head = saved(served, tmp_path / "served"), head_of(served, tmp_path / "head")
-    agree, asked = least_of(2), requests(10, KINDS, 3, longest=100)
-    expected = serve(made(path, None, context_tokens=CONTEXT, kv_memory="8MiB"), asked).answers
+    agree, asked = least_of(2), requests(4, KINDS, 3, longest=100)
 
     def run(group: Group) -> tuple[list[list[int]], list[list[int]]]:
-        result = serve(made(path, head, group, agree, is_head=True, context_tokens=CONTEXT, kv_memory="8MiB"), asked)
+        result = serve(made(path, head, group, agree, is_head=True, **SIZES, page_size=16), asked)
         return result.answers, [each.plan.draft_tokens.tolist() for each in result.steps]
 
     (ours, drafted), theirs = on_ranks(2, run)
     assert (ours, drafted) == theirs and sum(map(len, drafted)) > 100
-    assert ours == expected
-    for kind in ({"quantization": "int8"}, {"page_size": 16}):
-        changes: dict[str, Any] = {"context_tokens": CONTEXT, "kv_memory": "8MiB"} | kind
-        plain = serve(made(path, None, **changes), asked).answers
-        assert serve(made(path, head, is_head=True, **changes), asked).answers == plain
+    assert ours == serve(made(path, None, **SIZES), asked).answers
+    in_int8: dict[str, Any] = SIZES | {"quantization": "int8"}
+    plain = serve(made(path, None, **in_int8), asked).answers
+    assert serve(made(path, head, is_head=True, **in_int8), asked).answers == plain
 
 
 @pytest.mark.parametrize(
@@ -226,18 +243,18 @@ def test_sampled_answers_grammars_of_processors_and_ranks_are_as_without(tmp_pat
         ({"draft_vocab_size": 90}, "lm_head.weight has the shape"),
     ],
 )
-def test_what_is_no_head_for_the_model_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    served = qwen3(num_hidden_layers=LAYERS)
-    path, head = saved(served, tmp_path / "served"), head_of(served, tmp_path / "head", **changes)
+def test_what_is_no_head_for_the_model_is_refused_by_name(
+    taught: Taught, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    head = head_of(qwen3(num_hidden_layers=1), tmp_path / "head", **changes)
     with pytest.raises(ConfigError, match=f"--speculative-config: with the draft head .*{says}"):
-        made(path, head, is_head=True)
+        made(taught.path, head, is_head=True)
 
 
 @pytest.mark.parametrize("offsets", [[-1] * 400, [101] * 400, [1] + [0] * 399, [0] * 399])
-def test_tokens_that_the_served_model_does_not_have_once_are_refused(tmp_path: Path, offsets: list[int]) -> None:
-    served = qwen3(num_hidden_layers=LAYERS)
-    path, head = saved(served, tmp_path / "served"), head_of(served, tmp_path / "head")
-    stored = load_file(head / "model.safetensors")
+def test_tokens_that_the_served_model_does_not_have_once_are_refused(taught: Taught, tmp_path: Path, offsets: list[int]) -> None:
+    stored = load_file(taught.head / "model.safetensors")
+    head = head_of(qwen3(num_hidden_layers=1), tmp_path / "head")
     save_file(stored | {"d2t": torch.tensor(offsets)}, head / "model.safetensors")
     with pytest.raises(ConfigError, match="d2t must name 400 different tokens of the model's 500"):
-        made(path, head, is_head=True)
+        made(taught.path, head, is_head=True)

@@ -74,7 +74,7 @@ def test_a_model_that_agrees_now_and_then_changes_no_answer_and_proposes_what_tr
 
 def test_two_ranks_share_out_a_draft_model_of_another_shape(tmp_path: Path) -> None:
     path, draft = saved(qwen3(), tmp_path / "served"), saved(llama(num_hidden_layers=1), tmp_path / "small")
-    agree, asked = least_of(2), requests(8, KINDS, 3)
+    agree, asked = least_of(2), requests(4, KINDS, 3)
 
     def run(group: Group) -> tuple[list[list[int]], int]:
         served = serve(made(path, draft, group, agree), asked)
@@ -113,7 +113,7 @@ def test_a_draft_model_with_a_shorter_context_is_refused_by_name(tmp_path: Path)
 def test_a_vocabulary_of_another_size_is_no_hindrance(tmp_path: Path) -> None:
     """Checkpoints of one family pad their tables differently."""
     path = saved(qwen3(), tmp_path / "served")
-    asked = requests(6, KINDS, 6)
+    asked = requests(4, KINDS, 6)
     expected = serve(made(path, None), asked).answers
     for vocab in (VOCAB - 7, VOCAB + 9):
         draft = saved(nearly(qwen3(vocab_size=vocab), 0.0), tmp_path / f"{vocab}")

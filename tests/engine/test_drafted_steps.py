@@ -1,7 +1,6 @@
 """Steps with drafts in every kind of engine: the tokens and log probabilities of random schedules are those without a draft, and
 greedy ones are transformers' own."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.config import EngineConfig, ModelConfig
-from common.executor import Chunk, EngineDescription, RowStart, StepPlan, StepResult
+from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Digest
-from common.messages import TokenLogprob
-from common.sampling_params import Grammar, SamplingParams
 from common.step_cost import StepCost
 from engine.cpu import attention
-from engine.grammar import masks
 from engine.model_runner import ModelRunner
 from engine.parallel import Group
 from engine.timed import Pace, TimedExecutor
 from tests.builders import HandClock, engine
 from tests.engine import exact
-from tests.engine.checkpoints import VOCAB, llama, mistral, mixtral, qwen3, saved
-from tests.engine.drafted_churn import Asked, DraftedChurn
-from tests.engine.driver import Driver, Run
+from tests.engine.checkpoints import llama, mistral, mixtral, qwen3, saved
+from tests.engine.churn import CONTEXT, KINDS, PAGES, Asked, Told, answer_without_drafts, asked_by, check
 from tests.engine.exact import Answer, reference_logits
 from tests.engine.lora_folders import Lora
 from tests.engine.packed import CAN_RECORD, pack_everything
@@ -34,68 +28,12 @@ from tests.engine.ranks import least_of, on_ranks, runner_of
 from tests.engine.test_graphs import Attend, Engine, flashinfer_attention, torch_attention
 from tests.engine.test_lora import adapted
 
-ROWS, PAGES, CONTEXT = 5, 90, 96
-KINDS = [
-    SamplingParams(max_new_tokens=99, temperature=0.0, logprobs=3),
-    SamplingParams(max_new_tokens=99, temperature=0.9, seed=5),
-    SamplingParams(max_new_tokens=99, temperature=1.1, top_k=7, seed=6, logprobs=0),
-    SamplingParams(max_new_tokens=99, temperature=0.8, top_p=0.9, min_p=0.02, seed=7),
-    SamplingParams(max_new_tokens=99, temperature=0.9, seed=8, repetition_penalty=1.4, frequency_penalty=0.5, logprobs=2),
-    SamplingParams(max_new_tokens=99, temperature=0.0, min_tokens=9, stop_token_ids=tuple(range(0, VOCAB, 2)), bad_words=((7,),)),
-    SamplingParams(
-        max_new_tokens=99, temperature=0.0, logit_bias=((17, 9.0), (30, -5.0)), presence_penalty=1.0, logprob_ids=(5, 9),
-        logprobs=2,
-    ),
-    SamplingParams(max_new_tokens=99, temperature=0.7, seed=9, min_tokens=6, logit_bias=((8, 6.0),), bad_words=((8, 8), (9,))),
-]  # fmt: skip
-
-
-def asked_by(count: int, seed: int, adapters: Sequence[Digest] = ()) -> list[Asked]:
-    """Some of them fill the context to its last token."""
-    random, all_asked = np.random.default_rng(seed), list[Asked]()
-    for at in range(count):
-        prompt = random.integers(3, VOCAB, int(random.integers(1, 60))).astype(np.int32)
-        tokens = CONTEXT - len(prompt) if at % 8 == 0 else int(random.integers(1, 34))
-        adapter = adapters[at % len(adapters)] if adapters else Digest("")
-        all_asked.append(Asked(prompt, KINDS[at % len(KINDS)], adapter, expected=[0] * tokens))
-    return all_asked
-
-
-def answer_without_drafts(run: Run, engine: EngineDescription, requests: Sequence[Asked]) -> list[list[TokenLogprob]]:
-    """What each answers alone and without drafts becomes what is expected. Returns the log probabilities of each."""
-    told = list[list[TokenLogprob]]()
-
-    def heard(plan: StepPlan) -> StepResult:
-        result = run(plan)
-        told[-1].extend(result.logprobs.by_row().get(0, ()))
-        return result
-
-    for asked in requests:
-        told.append([])
-        driver = Driver(heard, engine, adapters=[asked.adapter])
-        asked.expected = driver.answers([asked.prompt], len(asked.expected), asked.sampling)[0]
-    return told
-
-
-def check(run: Run, engine: EngineDescription, requests: Sequence[Asked], wrong: float, error: float = 1e-4) -> None:
-    """error: the tolerated one of log probabilities."""
-    told = answer_without_drafts(run, engine, requests)
-    churn = DraftedChurn(run, engine, ROWS, PAGES, seed=1, wrong=wrong)
-    churn.serve(requests)
-    for asked, expected_told in zip(requests, told, strict=True):
-        assert asked.answer == asked.expected
-        for ours, theirs in zip(asked.told, expected_told, strict=True):
-            assert ours.token_id == theirs.token_id and ours.logprob == pytest.approx(theirs.logprob, abs=error)
-            assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
-    assert churn.mixed > 1 and churn.drafted > 50
-    assert 0 < churn.right <= churn.drafted and (churn.right == churn.drafted) == (wrong == 0)
-
 
 def check_greedy(model: PreTrainedModel, requests: Sequence[Asked]) -> None:
     for asked in requests:
         if asked.sampling == KINDS[0]:
-            expected = reference_logits(model, Answer(asked.prompt, asked.answer))
-            assert asked.answer == expected.argmax(-1).tolist()
+            expected = reference_logits(model, Answer(asked.prompt, asked.expected))
+            assert asked.expected == expected.argmax(-1).tolist()
 
 
 def runner(path: Path, **changes: Any) -> ModelRunner:
@@ -124,13 +62,13 @@ def test_random_schedules_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if CAN_RECORD:
         pack_everything(monkeypatch)
     make, changes = MODELS[name]
-    model = make()
-    made = runner(saved(model, tmp_path), **changes)
+    model, is_exact = make(), not changes.keys() & {"kv_dtype", "quantization"}
+    made, requests = runner(saved(model, tmp_path), **changes), asked_by(8, seed=6)
+    told = answer_without_drafts(made.run, made.description, requests)
     for wrong in (0.0, 0.6) if not changes else (0.6,):
-        requests = asked_by(12, seed=int(10 * wrong))
-        check(made.run, made.description, requests, wrong, error=1e-2 if changes.keys() & {"kv_dtype", "quantization"} else 1e-4)
-        if not changes.keys() & {"kv_dtype", "quantization"}:
-            check_greedy(model, requests)
+        check(made.run, made.description, requests, told, wrong, error=1e-4 if is_exact else 1e-2)
+    if is_exact:
+        check_greedy(model, requests)
 
 
 @pytest.mark.skipif(not CAN_RECORD, reason="there is no C compiler")
@@ -159,19 +97,27 @@ def test_logits_behind_drafts_are_those_without_them_bit_by_bit(
             assert result.drafted.tolist() == tokens[1 : drafts + 1]
 
 
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Asked], Told]:
+    """A checkpoint, and what it answers without graphs and drafts."""
+    model = qwen3(head_dim=64)
+    path, requests = saved(model, tmp_path_factory.mktemp("eager")), asked_by(8, 3)
+    made = Engine(path)
+    told = answer_without_drafts(made.run, made.description, requests)
+    check_greedy(model, requests)
+    return path, requests, told
+
+
 @pytest.mark.parametrize(
     ("attend", "sizes"),
     [(torch_attention, ()), (torch_attention, (1, 2, 4, 8)), (flashinfer_attention, (8,))],
     ids=["eager", "graphs", "flashinfer"],
 )
-def test_random_schedules_in_graphs(tmp_path: Path, attend: Attend, sizes: tuple[int, ...]) -> None:
-    model = qwen3(head_dim=64, num_hidden_layers=2)
-    path = saved(model, tmp_path)
+def test_random_schedules_in_graphs(eager: tuple[Path, list[Asked], Told], attend: Attend, sizes: tuple[int, ...]) -> None:
+    path, requests, told = eager
     made = Engine(path, sizes, attend)
-    requests = asked_by(6, 3)
-    check(made.run, made.description, requests, 0.4)
-    check_greedy(model, requests)
-    assert not sizes or sum(made.replays.values()) > 20
+    check(made.run, made.description, requests, told, 0.4)
+    assert set(made.replays) == set(sizes), "batches shrink and grow within the graphs"
 
 
 def test_rows_with_adapters_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,94 +125,32 @@ def test_rows_with_adapters_beside_others(tmp_path: Path, monkeypatch: pytest.Mo
     made, digests = adapted(
         qwen3(), tmp_path, [Lora(1), Lora(2, rank=16)], max_running=12, page_size=8, context_tokens=CONTEXT, kv_memory="8MiB"
     )
-    requests = asked_by(12, 5, [Digest(""), digests[0], digests[1]])
-    check(made.run, made.description, requests, 0.4)
+    requests = asked_by(8, 5, [Digest(""), digests[0], digests[1]])
+    check(made.run, made.description, requests, answer_without_drafts(made.run, made.description, requests), 0.4)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    path, agree = saved(qwen3(), tmp_path), least_of(2)
+    path, agree, requests = saved(qwen3(), tmp_path), least_of(2), asked_by(8, 7)
+    alone = runner(path)
+    told = answer_without_drafts(alone.run, alone.description, requests)
 
-    def run(group: Group) -> list[list[int]]:
+    def run(group: Group) -> None:
         made = runner_of(path, group, agree, max_running=12, page_size=8, context_tokens=CONTEXT)
-        requests = asked_by(12, 7)
-        check(made.run, made.description, requests, 0.4)
-        return [asked.answer for asked in requests]
+        check(made.run, made.description, requests, told, 0.4)
 
-    ours, theirs = on_ranks(2, run)
-    assert ours == theirs
-    alone = runner(path, page_size=8)
-    requests = asked_by(12, 7)
-    answer_without_drafts(alone.run, alone.description, requests)
-    assert ours == [asked.expected for asked in requests]
+    on_ranks(2, run)
 
 
 def test_random_schedules_of_the_timed_executor_which_takes_drafts_for_rows() -> None:
     cost = StepCost(step_s=1.0, chunk_token_s=0.1, decode_row_s=0.01)
     timed = TimedExecutor(engine(PAGES, 12), Pace(cost, HandClock(1e9)), words=range(10, 17))
-    check(lambda plan: timed.launch(plan).result, timed.description, asked_by(12, 8), 0.6)
+    requests = asked_by(12, 8)
+
+    def run(plan: StepPlan) -> StepResult:
+        return timed.launch(plan).result
+
+    check(run, timed.description, requests, answer_without_drafts(run, timed.description, requests), 0.6)
     rows = np.arange(2, dtype=np.int32)
     first = timed.launch(StepPlan(1, decode_rows=rows))
     second = timed.launch(StepPlan(2, decode_rows=rows, draft_rows=rows.repeat(3), draft_tokens=rows.repeat(3)))
     assert second.ends_s - first.ends_s == pytest.approx(cost.seconds(0, 8))
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 9}, "sizes": {"type": "array", "items": {"type": "integer"}}},
-    "required": ["name", "sizes"],
-}
-
-
-def test_grammars_of_the_demo_model() -> None:
-    made = ModelRunner(ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=12), lambda text: None)
-    assert made.grammars is not None
-    kinds = [
-        SamplingParams(max_new_tokens=40, temperature=0.0, grammar=Grammar("json_schema", json.dumps(SCHEMA)), logprobs=1),
-        SamplingParams(max_new_tokens=40, temperature=0.0),
-        SamplingParams(
-            max_new_tokens=40, temperature=1.0, seed=4, grammar=Grammar("json_schema", json.dumps(SCHEMA)), repetition_penalty=1.1
-        ),
-        SamplingParams(
-            max_new_tokens=40, temperature=1.0, seed=5, top_k=50, grammar=Grammar("regex", r"(\d{3}-){4}\d{3}"), min_tokens=4
-        ),
-    ]
-    for kind in kinds:
-        if kind.grammar:
-            made.grammars.prepare(kind.grammar, lambda: None).wait()
-    eos, random = set(made.description.eos_token_ids), np.random.default_rng(3)
-    prompts = [random.integers(300, 2000, int(random.integers(3, 90))).astype(np.int32) for _ in range(12)]
-    requests = [Asked(prompt, kinds[at % 4], expected=[0] * 24) for at, prompt in enumerate(prompts)]
-    try:
-        answer_without_drafts(made.run, made.description, requests)
-        for asked in requests:
-            asked.expected = asked.expected[: next((at + 1 for at, token in enumerate(asked.expected) if token in eos), None)]
-        churn = DraftedChurn(made.run, made.description, ROWS, PAGES, seed=2, wrong=0.4)
-        churn.serve(requests)
-    finally:
-        made.grammars.close()
-    assert [asked.answer for asked in requests] == [asked.expected for asked in requests]
-    assert churn.right > 20
-
-
-def test_a_grammar_that_fails_behind_drafts_tells_how_many_tokens_come_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ModelRunner(ModelConfig(), EngineConfig(kv_memory="16MiB", context_tokens=512, max_running=12), lambda text: None)
-    assert made.grammars is not None
-    grammar = Grammar("regex", r"(\d{3}-){4}\d{3}")
-    asked = SamplingParams(max_new_tokens=40, temperature=0.0, grammar=grammar)
-    made.grammars.prepare(grammar, lambda: None).wait()
-    prompt, pages, rows = np.arange(300, 309, dtype=np.int32), np.arange(2, dtype=np.int32), np.zeros(1, dtype=np.int32)
-    try:
-        start = RowStart(0, pages, asked, token_ids=prompt)
-        answer = made.run(StepPlan(0, (start,), (Chunk(0, 0, prompt, last=True),))).tokens.tolist()
-        for step in range(1, 5):
-            answer += made.run(StepPlan(step, decode_rows=rows)).tokens.tolist()
-        read = iter([0, 0, masks.MAX_WORK + 1])  # for the third token of the answer
-        monkeypatch.setattr(masks, "count_work", lambda matcher: next(read))
-        known = np.append(prompt, np.int32(answer[0]))
-        start = RowStart(0, pages, asked, length=len(prompt), last_token=answer[0], token_ids=known, answer_tokens=1)
-        drafted = np.array(answer[1:4], dtype=np.int32)
-        result = made.run(StepPlan(9, (start,), decode_rows=rows, draft_rows=rows.repeat(3), draft_tokens=drafted))
-    finally:
-        made.grammars.close()
-    assert result.failed.keys() == {0} and result.failed_behind == {0: 2}
-    assert [result.tokens[0], result.drafted[0]] == answer[1:3]

@@ -10,30 +10,24 @@ import torch
 from msgspec.structs import replace
 from transformers import PreTrainedModel
 
-from common.executor import Chunk, RowStart, StepPlan, StepResult
+from common.executor import StepPlan, StepResult
 from common.ids import Int32Array
 from common.messages import TokenLogprob
 from common.sampling_params import SamplingParams
 from engine.torch_kernels import gumbel, token_noise
 from tests.engine.checkpoints import VOCAB, llama, saved
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, handed_off
+from tests.engine.exact import GREEDY
 from tests.engine.logits.plain import Logits, log_softmax, processed
-from tests.engine.test_graphs import EOS, TOKENS, Engine
+from tests.engine.test_graphs import EOS, TOKENS, Engine, prompts
 
-GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
 NEAR = 1e-4
 """Between float32 here and in transformers."""
 
 
-def prompts(count: int) -> list[Int32Array]:
-    """All longer than a chunk but the first."""
-    random = np.random.default_rng(7)
-    return [random.integers(3, VOCAB, 1 + 9 * row).astype(np.int32) for row in range(count)]
-
-
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return llama()
+    return llama(num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -155,22 +149,4 @@ def test_a_row_that_is_handed_off_into_a_row_of_another_goes_on_as_it_would_have
     wanted = [sampling for sampling in asked if sampling.temperature or sampling.needs_tokens][-4:]
     through = Engine(path).answers(given, wanted)
     Driver(engine.run, engine.description).answers(prompts(8), 5, [asked[(at + 3) % 8] for at in range(8)])
-    pages = [np.arange(100 + 6 * row, 106 + 6 * row, dtype=np.int32) for row in range(4)]
-    starts = [RowStart(row, pages[row], wanted[row], token_ids=given[row]) for row in range(4)]
-    chunks = [Chunk(row, 0, given[row], last=True) for row in range(4)]
-    first = engine.run(StepPlan(1, starts=tuple(starts), chunks=tuple(chunks))).tokens.tolist()
-    handed_off = tuple(
-        RowStart(
-            row=4 + row,
-            pages=pages[row],
-            sampling=wanted[row],
-            length=len(given[row]),
-            last_token=first[row],
-            token_ids=np.append(given[row], np.int32(first[row])),
-            answer_tokens=1,
-        )
-        for row in range(4)
-    )
-    rows = np.arange(4, 8, dtype=np.int32)
-    steps = [engine.run(StepPlan(2 + at, handed_off if at == 0 else (), decode_rows=rows)) for at in range(TOKENS - 1)]
-    assert [[first[row], *(int(step.tokens[row]) for step in steps)] for row in range(4)] == through
+    assert handed_off(engine.run, given, wanted, TOKENS, pages_per_row=6, first_row=4) == through

@@ -14,7 +14,7 @@ from common.executor import NO_LOGPROBS, Logprobs, StepPlan, StepResult
 from common.ids import Int32Array
 from common.messages import TokenLogprob
 from common.sampling_params import Pooling, SamplingParams
-from tests.engine.checkpoints import VOCAB, llama, saved
+from tests.engine.checkpoints import VOCAB, llama, prompts_of, saved
 from tests.engine.driver import Driver
 from tests.engine.exact import GREEDY, runner
 from tests.engine.models.test_transformers_model import model_of
@@ -26,8 +26,7 @@ ASKED: tuple[Pooling | None, ...] = ("mean", None, "last", "cls", "mean", "last"
 def test_embeddings_are_pooled_from_the_last_hidden_states(tmp_path: Path, made: Callable[[], PreTrainedModel]) -> None:
     model = made()
     running = runner(saved(model, tmp_path))
-    random = np.random.default_rng(4)
-    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (50, 20, 33, 41, 1, 16, 7)]
+    prompts = prompts_of(50, 20, 33, 41, 1, 16, 7)
     for chunk_tokens in (16, 100):
         got: dict[int, bytes] = {}
 
@@ -50,8 +49,7 @@ def test_chosen_tokens_are_reported_in_place_of_the_likeliest_whatever_other_row
     """Beside transformers in float64."""
     model = llama()
     running = runner(saved(model, tmp_path))
-    random = np.random.default_rng(5)
-    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (50, 20, 33, 7, 1)]
+    prompts = prompts_of(50, 20, 33, 7, 1)
     asked: list[tuple[int | None, tuple[int, ...]]] = [
         (0, (9, 5, VOCAB - 1)),
         (4, ()),

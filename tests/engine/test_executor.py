@@ -1,17 +1,20 @@
 """The contract of an executor that computes: rows that grow, answers that are resumed, and digests of what is in memory.
 
-Also the report of a step's layers while it computes, and threads: one that has computed, and computes no more, leaves no OpenMP
-threads behind that make those of others sleep.
+Also the report of a step's layers while it computes, and what stays of a step: no OpenMP threads that make those of others sleep,
+but its memory, so that the next step of the same size touches no page that the system must clear.
 """
 
 import binascii
 import ctypes
+import json
+import platform
+import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +22,8 @@ import torch
 from msgspec.structs import replace
 
 from common.config import EngineConfig, ModelConfig
-from common.executor import Chunk, Executor, ExecutorFailed, RowStart, StepHandle, StepPlan, StepResult, count_right
+from common.executor import Chunk, Executor, ExecutorFailed, RowStart, StepHandle, StepPlan, StepResult
 from common.ids import Int32Array
-from common.messages import TokenLogprob
 from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
 from engine.step_runner import LayerProgress, PendingStep
@@ -29,6 +31,7 @@ from engine.timed import Pace
 from engine.torch_executor import TorchExecutor
 from tests.builders import HandClock
 from tests.engine.checkpoints import llama, saved
+from tests.engine.churn import answer_without_drafts, asked_by, check
 from tests.engine.driver import Driver
 from tests.engine.packed import CAN_RECORD, pack_everything
 from tests.engine.toy import ToyExecutor
@@ -99,26 +102,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(llama(), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(params=["toy", "toy with time", "torch on cpu", "torch, recorded steps", "torch, steps that are waited for"])
-def engine(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+WAYS = ["toy", "toy with time", "torch on cpu", "torch, recorded steps", "torch, steps that are waited for"]
+
+
+@contextmanager
+def started(way: str, model: Path) -> Iterator[Engine]:
     """On a device, steps are complete when the completion thread has waited for them."""
-    if request.param == "torch, steps that are waited for":
-        monkeypatch.setattr(PendingStep, "is_complete", False)
-    if request.param == "torch, recorded steps":
-        if not CAN_RECORD:
-            pytest.skip("there is no C compiler")
-        pack_everything(monkeypatch)
-    makers: dict[str, Callable[[], Engine]] = {
-        "toy": toy,
-        "toy with time": toy_with_time,
-        "torch on cpu": lambda: torch_on_cpu(model),
-        "torch, recorded steps": lambda: torch_on_cpu(model),
-        "torch, steps that are waited for": lambda: torch_on_cpu(model),
-    }
-    made = makers[request.param]()
-    yield made
-    made.executor.close()
-    made.executor.close()  # twice is once
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if way == "torch, steps that are waited for":
+            monkeypatch.setattr(PendingStep, "is_complete", False)
+        if way == "torch, recorded steps":
+            if not CAN_RECORD:
+                pytest.skip("there is no C compiler")
+            pack_everything(monkeypatch)
+        makers: dict[str, Callable[[], Engine]] = {"toy": toy, "toy with time": toy_with_time}
+        made = makers[way]() if way in makers else torch_on_cpu(model)
+        yield made
+        made.executor.close()
+        made.executor.close()  # twice is once
+
+
+@pytest.fixture(params=WAYS, scope="module")
+def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
+    """One for all tests: its rows and pages were those of others."""
+    with started(request.param, model) as made:
+        yield made
 
 
 def prompts(*lengths: int) -> list[Int32Array]:
@@ -144,59 +152,24 @@ def test_rows_that_grow_page_by_page_answer_as_rows_that_had_all_pages_from_the_
 
 
 @EITHER
-@pytest.mark.parametrize("so_far", [1, 2, 7, 13, 29])
-def test_an_answer_that_is_resumed_goes_on_as_it_would_have(engine: Engine, sampling: SamplingParams, so_far: int) -> None:
+def test_an_answer_that_is_resumed_goes_on_as_it_would_have(engine: Engine, sampling: SamplingParams) -> None:
     """From prompt + tokens so far, in another row and on other pages."""
     asked = prompts(5, 20)
     undisturbed = engine.answers(asked, sampling)
-    begun = [np.append(prompt, answer[:so_far]).astype(np.int32) for prompt, answer in zip(asked, undisturbed, strict=True)]
-    resumed = engine.answers(begun[::-1], sampling, TOKENS - so_far, chunk_tokens=7, growing=True)
-    assert resumed[::-1] == [answer[so_far:] for answer in undisturbed]
+    for so_far in (1, 2, 7, 13, 29):
+        begun = [np.append(prompt, answer[:so_far]).astype(np.int32) for prompt, answer in zip(asked, undisturbed, strict=True)]
+        resumed = engine.answers(begun[::-1], sampling, TOKENS - so_far, chunk_tokens=7, growing=True)
+        assert resumed[::-1] == [answer[so_far:] for answer in undisturbed]
 
 
-EXTRAS: list[dict[str, Any]] = [
-    {},
-    {"logprobs": 2},
-    {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
-    {"min_tokens": 20, "ignore_eos": True},
-    {"logit_bias": ((17, 4.0), (30, -3.0)), "bad_words": ((21,), (17, 17))},
-]
+def test_drafts_change_no_token_and_no_log_probability(engine: Engine) -> None:
+    """Requests of every kind beside each other, while rows come, go and move."""
+    requests = asked_by(8, seed=9)
+    told = answer_without_drafts(engine.run, engine.description, requests)
+    check(engine.run, engine.description, requests, told, wrong=0.4)
 
 
-@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0], ids=["all right", "some wrong", "all wrong"])
-@EITHER
-def test_drafts_change_no_token_and_no_log_probability(engine: Engine, sampling: SamplingParams, wrong: float) -> None:
-    """Rows of different kinds beside each other, some with drafts, across borders of pages. Whoever drafts knows the answers."""
-    asked, random = prompts(1, 8, 9, 23, 14, 30), np.random.default_rng(7)
-    params = [replace(sampling, **EXTRAS[number % len(EXTRAS)]) for number in range(len(asked))]
-    told: list[dict[tuple[int, int], TokenLogprob]] = []
-
-    def run(plan: StepPlan) -> StepResult:
-        result = engine.run(plan)
-        right = dict(zip(plan.decode_rows.tolist(), count_right(plan, result.tokens, result.drafted).tolist(), strict=True))
-        for row, tokens in result.logprobs.by_row().items():
-            counts = tokens[: right.get(row, 0) + 1]
-            told[-1] |= {(row, sum(1 for each, _ in told[-1] if each == row) + at): each for at, each in enumerate(counts)}
-        return result
-
-    def draft(row: int, answer: Sequence[int]) -> list[int]:
-        known = answers[row][len(answer) :][: int(random.integers(0, 4)) if row else 0]
-        return [token if random.random() >= wrong else token + 1 for token in known]
-
-    told.append({})
-    answers = Driver(run, engine.description).answers(asked, TOKENS, params)
-    told.append({})
-    driver = Driver(run, engine.description, growing=True, draft=draft)
-    assert driver.answers(asked, TOKENS, params, chunk_tokens=9) == answers
-    assert (driver.right == 0) == (wrong == 1.0)
-    plain, drafted = told
-    assert plain.keys() == drafted.keys() and len(plain) == TOKENS
-    for key, each in plain.items():
-        assert drafted[key].token_id == each.token_id and drafted[key].logprob == pytest.approx(each.logprob, abs=1e-4)
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.4], ids=["plain", "penalised"])
-@EITHER
+@pytest.mark.parametrize(("sampling", "penalty"), [(GREEDY, 1.0), (SAMPLED, 1.4)], ids=["greedy", "sampled and penalised"])
 def test_a_prompt_goes_on_behind_pages_that_another_row_has_computed(
     engine: Engine, sampling: SamplingParams, penalty: float
 ) -> None:
@@ -265,17 +238,20 @@ def test_plans_run_in_the_order_of_their_launch_without_waiting_between_them(eng
     assert np.stack([result.tokens for result in results], axis=1).tolist() == expected
 
 
-def test_a_row_never_writes_beyond_the_pages_that_it_holds(engine: Engine) -> None:
-    page_size = engine.description.layout.page_size
-    (prompt,) = prompts(page_size)
-    start = RowStart(0, np.array([3], dtype=np.int32), GREEDY)
-    row = np.zeros(1, dtype=np.int32)
-    engine.run(StepPlan(1, starts=(start,), chunks=(Chunk(0, 0, prompt, last=True),)))
-    engine.run(StepPlan(2, decode_rows=row, grown_rows=row, grown_pages=np.array([7], dtype=np.int32)))
-    for step in range(page_size - 1):
-        engine.run(StepPlan(3 + step, decode_rows=row))
-    with pytest.raises((AssertionError, ExecutorFailed), match="beyond its pages"):
-        engine.run(StepPlan(99, decode_rows=row))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_never_writes_beyond_the_pages_that_it_holds(way: str, model: Path) -> None:
+    """An executor that fails is at its end."""
+    with started(way, model) as engine:
+        page_size = engine.description.layout.page_size
+        (prompt,) = prompts(page_size)
+        start = RowStart(0, np.array([3], dtype=np.int32), GREEDY)
+        row = np.zeros(1, dtype=np.int32)
+        engine.run(StepPlan(1, starts=(start,), chunks=(Chunk(0, 0, prompt, last=True),)))
+        engine.run(StepPlan(2, decode_rows=row, grown_rows=row, grown_pages=np.array([7], dtype=np.int32)))
+        for step in range(page_size - 1):
+            engine.run(StepPlan(3 + step, decode_rows=row))
+        with pytest.raises((AssertionError, ExecutorFailed), match="beyond its pages"):
+            engine.run(StepPlan(99, decode_rows=row))
 
 
 def test_the_digests_of_pages_are_the_crc_32_of_their_bytes_in_memory(engine: Engine) -> None:
@@ -301,29 +277,60 @@ def test_progress_is_reported_after_each_group(layers: int, groups: int, expecte
 
 
 PROGRAM = """
-import os
+import json, os, resource, threading, time
 os.environ["OMP_NUM_THREADS"] = "2"
 import torch
+from engine.model_runner import keep_step_memory
 from engine.torch_executor import end_own_pool
 
 def threads():
     return len(os.listdir("/proc/self/task"))
 
+def step():
+    held = [b"x" * count for count in (2**26, 2**22, 2**20)]
+    return sum(map(len, held))
+
+def steps():
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
 torch.set_num_threads(2)
 end_own_pool()  # without one
 counts = [threads()]
+faults = []
+keep_step_memory()
+thread = threading.Thread(target=steps)
+thread.start()
+thread.join()
+while threads() > counts[0]:
+    time.sleep(0.001)  # it leaves /proc a moment later
 for _ in range(2):
     whole = torch.ones(512, 512)
     assert (whole @ whole)[0, 0] == 512
     counts.append(threads())
     end_own_pool()
     counts.append(threads())
-print(*counts)
+print(json.dumps([counts, faults[0]]))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="it counts threads in /proc")
-def test_the_threads_end_and_come_back_when_they_are_needed() -> None:
+@pytest.fixture(scope="module")
+def told() -> tuple[list[int], int]:
+    """How many threads a process has before and after it computes, and the page faults of its second step."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
-    before, *counts = map(int, done.stdout.split())
+    counts, faults = json.loads(done.stdout)
+    return counts, faults
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it counts threads in /proc")
+def test_the_threads_end_and_come_back_when_they_are_needed(told: tuple[list[int], int]) -> None:
+    (before, *counts), _ = told
     assert counts == [before + 1, before] * 2
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is a setting of glibc")
+def test_the_second_step_of_a_size_finds_the_memory_of_the_first(told: tuple[list[int], int]) -> None:
+    _, faults = told
+    assert faults < 2**26 // resource.getpagesize() // 4

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from common.errors import ConfigError
 from common.executor import EngineDescription, ExecutorFailed, StepPlan, StepResult
+from common.ids import Int32Array
 from common.messages import EngineChoices, ModelIdentity
 from common.pages.layout import KVDtype, KVLayout
 from common.sampling_params import SamplingParams
 from engine import model_runner
-from engine.backends import ChosenAttention, make_kernels
+from engine.backends import make_kernels
 from engine.gpu.flashinfer import AttentionNeeds, FlashInferAttention
 from engine.kv_memory import KVMemory
 from engine.logits_processors import make_processors
@@ -31,11 +32,10 @@ from engine.step_runner import StepRunner
 from engine.torch_kernels import Kernels
 from tests.engine import exact
 from tests.engine.attention.flashinfer_double import FlashInferDouble
-from tests.engine.checkpoints import VOCAB, llama, mistral, qwen3, saved
-from tests.engine.churn import Churn, Request
+from tests.engine.checkpoints import VOCAB, llama, mistral, prompts_of, qwen3, saved
 from tests.engine.driver import Driver
 from tests.engine.graph_recorder import NotCapturable, RecordedGraphs
-from tests.engine.padded_attention import CapturablePaged
+from tests.engine.padded_attention import CapturablePaged, as_on_a_card
 
 CPU = torch.device("cpu")
 ROWS, PAGES, CONTEXT, TOKENS = 8, 200, 96, 14
@@ -119,33 +119,56 @@ class Engine:
     def run(self, plan: StepPlan) -> StepResult:
         return self.steps.launch(plan).wait()
 
-    def answers(self, prompts: list[np.ndarray], sampling: list[SamplingParams]) -> list[list[int]]:
+    def answers(self, prompts: list[Int32Array], sampling: list[SamplingParams]) -> list[list[int]]:
         return Driver(self.run, self.description, growing=True).answers(prompts, TOKENS, sampling, chunk_tokens=20)
 
 
-def prompts(count: int) -> list[np.ndarray]:
-    random = np.random.default_rng(count)
-    return [random.integers(3, VOCAB, 1 + 9 * row).astype(np.int32) for row in range(count)]
+def prompts(count: int) -> list[Int32Array]:
+    return prompts_of(*range(1, 9 * count, 9))
 
 
-@pytest.mark.parametrize("make", [lambda: llama(attention_bias=True), qwen3], ids=["llama", "qwen3"])
-def test_a_decode_step_recorded_once_gives_the_tokens_of_the_eager_one_for_any_later_batch(
-    tmp_path: Path, make: Callable[[], PreTrainedModel]
-) -> None:
-    path = saved(make(), tmp_path)
-    eager, graphed = Engine(path), Engine(path, (1, 2, 4, 6))
-    for count in (1, 2, 3, 5, 6, 8):
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose heads are as wide as FlashInfer's."""
+    return saved(qwen3(head_dim=64), tmp_path_factory.mktemp("model"))
+
+
+every_model = pytest.mark.parametrize("make", [lambda: llama(attention_bias=True), qwen3], ids=["llama", "qwen3"])
+
+
+def check_any_later_batch(path: Path, device: torch.device = CPU, maker: GraphMaker | None = None) -> None:
+    """Greedy rows, noisy ones and such that filter, in float32."""
+    eager, graphed = Engine(path, device=device), Engine(path, (1, 2, 4, 6), device=device, maker=maker)
+    for count in (1, 2, 3, 5, 8):
         sampling = [EVERY_KIND[(row + count) % len(EVERY_KIND)] for row in range(count)]
         answers = graphed.answers(prompts(count), sampling)
         assert answers == eager.answers(prompts(count), sampling)
         assert len({token for answer in answers for token in answer}) > 5
-    assert set(graphed.replays) == {1, 2, 4, 6}, "three rows run as four, and eight run without a graph"
+    assert set(graphed.replays) == {1, 2, 4, 6}, "three rows run as four, five as six, and eight without a graph"
+
+
+def check_spare_page(engine: Engine) -> None:
+    """The rows that fill a batch of eight write there, and nowhere else."""
+    pool = engine.memory.pool
+    pool.fill_(7.0)
+    engine.answers(prompts(3), EVERY_KIND[:3])
+    touched = torch.nonzero((pool != 7.0).any(dim=1)).flatten().tolist()
+    leased = np.random.default_rng(5).permutation(PAGES)[:20].tolist()
+    assert PAGES in touched and set(touched) <= {PAGES, *leased}
+    assert engine.steps.batch.length[ROWS] == 0
+
+
+@every_model
+def test_a_decode_step_recorded_once_gives_the_tokens_of_the_eager_one_for_any_later_batch(
+    tmp_path: Path, make: Callable[[], PreTrainedModel]
+) -> None:
+    check_any_later_batch(saved(make(), tmp_path))
 
 
 def test_a_graph_draws_rows_that_filter_and_only_those_that_a_processor_changes_are_drawn_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, drawn, behind = Engine(saved(qwen3(), tmp_path), (4,)), list[int](), list[int]()
+    engine, drawn, behind = Engine(path, (4,)), list[int](), list[int]()
     sample = Kernels.sample
 
     def noted(self: Kernels, logits: Tensor, rows: RowSampling | None = None) -> Tensor:
@@ -167,66 +190,24 @@ def test_a_graph_draws_rows_that_filter_and_only_those_that_a_processor_changes_
 
 def test_flashinfer_in_a_graph_gives_the_tokens_of_torch_without_one(tmp_path: Path) -> None:
     """Three rows run as four; their prompts and answers grow beyond the window."""
-    path = saved(mistral(head_dim=64, sliding_window=11, num_hidden_layers=2), tmp_path)
+    path = saved(mistral(head_dim=64, sliding_window=11), tmp_path)
     eager, graphed = Engine(path), Engine(path, (4,), flashinfer_attention)
     assert graphed.answers(prompts(3), EVERY_KIND[:3]) == eager.answers(prompts(3), EVERY_KIND[:3])
     assert graphed.replays[4] > 5
 
 
-@pytest.fixture(scope="module")
-def churned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A checkpoint, and what it answers to each request of `churn` alone."""
-    path = saved(qwen3(head_dim=64, num_hidden_layers=2), tmp_path_factory.mktemp("churned"))
-    engine = Engine(path)
-    alone = [Driver(engine.run, engine.description).answers([r.prompt], r.tokens, r.sampling)[0] for r in churn()]
-    return path, alone
-
-
-def churn() -> list[Request]:
-    random = np.random.default_rng(12)
-    lengths, tokens = random.integers(1, 20, 24), random.integers(1, 14, 24)
-    kinds = [EVERY_KIND[at % len(EVERY_KIND)] for at in range(24)]
-    return [
-        Request(random.integers(3, VOCAB, n).astype(np.int32), int(t), k) for n, t, k in zip(lengths, tokens, kinds, strict=True)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("attend", "sizes", "count"),
-    [(torch_attention, (), 24), (torch_attention, (4, ROWS), 24), (flashinfer_attention, (ROWS,), 10)],
-    ids=["eager", "graphs", "flashinfer"],
-)
-def test_requests_that_take_the_rows_and_pages_of_others_at_once_answer_as_alone(
-    churned: tuple[Path, list[list[int]]], attend: Attend, sizes: tuple[int, ...], count: int
-) -> None:
-    """Batches shrink within a graph's size, rows pause, and whoever comes next gets the pages that were freed last."""
-    path, alone = churned
-    engine, requests = Engine(path, sizes, attend), churn()[:count]
-    Churn(engine.run, engine.description, ROWS, pages=ROWS * 6, seed=3).serve(requests)
-    assert [request.answer for request in requests] == alone[:count]
-    assert set(engine.replays) == set(sizes)
-
-
-def test_a_graph_over_fp8_pages_gives_the_tokens_of_the_eager_step(tmp_path: Path) -> None:
-    path = saved(qwen3(num_hidden_layers=2), tmp_path)
+def test_a_graph_over_fp8_pages_gives_the_tokens_of_the_eager_step(path: Path) -> None:
     eager, graphed = (Engine(path, sizes, kv_dtype="float8_e4m3fn") for sizes in ((), (4,)))
     assert graphed.answers(prompts(3), EVERY_KIND[:3]) == eager.answers(prompts(3), EVERY_KIND[:3])
     assert graphed.replays[4] > 5
 
 
-def test_rows_that_fill_a_batch_write_to_the_spare_page_alone(tmp_path: Path) -> None:
-    engine = Engine(saved(qwen3(), tmp_path), (8,))
-    pool = engine.memory.pool
-    pool.fill_(7.0)
-    engine.answers(prompts(3), EVERY_KIND[:3])
-    touched = torch.nonzero((pool != 7.0).any(dim=1)).flatten().tolist()
-    leased = np.random.default_rng(5).permutation(PAGES)[:20].tolist()
-    assert PAGES in touched and set(touched) <= {PAGES, *leased}
-    assert engine.steps.batch.length[ROWS] == 0
+def test_rows_that_fill_a_batch_write_to_the_spare_page_alone(path: Path) -> None:
+    check_spare_page(Engine(path, (8,)))
 
 
-def test_a_model_that_cannot_be_captured_says_so_and_runs_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(saved(qwen3(), tmp_path))
+def test_a_model_that_cannot_be_captured_says_so_and_runs_eagerly(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(path)
     monkeypatch.setattr(CapturablePaged, "for_graph", lambda self, rows: None)
     assert engine.steps.capture(RecordedGraphs(), (4,), lambda text: None) == "the attention backend cannot be captured"
     assert len(engine.answers(prompts(2), EVERY_KIND[:2])[0]) == TOKENS
@@ -246,21 +227,14 @@ class FailsAt:
 
 
 def captured_runner(path: Path, monkeypatch: pytest.MonkeyPatch, maker: GraphMaker, graphs: str = "auto") -> ModelRunner:
-    """As a card's runner, with attention that can be captured."""
-
-    def chosen(needs: AttentionNeeds, *others: object) -> ChosenAttention:
-        return ChosenAttention(CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype), "padded")
-
-    monkeypatch.setattr(model_runner, "make_attention", chosen)
-    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())
-    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: maker)
+    as_on_a_card(monkeypatch, maker)
     return exact.runner(path, graph_sizes="1,2,4", max_running=4, graphs=graphs)
 
 
 def test_a_capture_that_fails_leaves_eager_steps_and_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, asked = saved(qwen3(), tmp_path), prompts(3)
+    asked = prompts(3)
     graphed = captured_runner(path, monkeypatch, FailsAt(99))
     assert graphed.description.choices == EngineChoices(attention="padded", graphs="on") and not caplog.records
     reason = "a capture failed with: CUDA error: operation not permitted when stream is capturing"
@@ -277,14 +251,14 @@ def test_a_capture_that_fails_leaves_eager_steps_and_a_warning(
 
 
 def test_a_capture_after_which_the_card_computes_nothing_ends_the_start_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(device: torch.device, error: Exception) -> None:
         raise ExecutorFailed(f"{device} is lost: {error}")
 
     monkeypatch.setattr(model_runner, "check_device", lost)
     with pytest.raises(ExecutorFailed, match="is lost: CUDA error: operation not permitted"):
-        captured_runner(saved(qwen3(), tmp_path), monkeypatch, FailsAt(2))
+        captured_runner(path, monkeypatch, FailsAt(2))
 
 
 @pytest.mark.parametrize("is_ended", [True, False])

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,7 +21,7 @@ from common.host import HostMemory
 from common.pages.layout import KVDtype, KVLayout
 from engine.kv_budget import KVBudget, auto_host_kv_bytes, given_kv_bytes, kv_budget, kv_dtype_of, kv_part, part_of
 from engine.kv_memory import KVMemory, KVMemoryMeter, total_bytes
-from tests.engine.checkpoints import VOCAB, mistral, qwen3, saved
+from tests.engine.checkpoints import mistral, prompts_of, qwen3, saved
 from tests.engine.cpu.test_products import needs_int8
 from tests.engine.exact import TOLERANCE, Answer, answers, reference_logits, runner
 from tests.engine.models.test_transformers_model import gemma2
@@ -141,7 +141,7 @@ def test_memory_that_cannot_be_allocated_is_refused_by_flag() -> None:
         KVMemory(QWEN3_0_6B, 2**50 // QWEN3_0_6B.page_bytes, torch.device("cpu"))
 
 
-PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).astype(np.int32) for n in (5, 40, 100)]
+PROMPTS = prompts_of(5, 40, 100)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,10 @@ def test_logits_over_narrow_pages_are_near_those_of_transformers(
     is_fp8 = attention == "fp8"
     model, given = make(), {} if is_fp8 else {"attention": attention}
     path, kv_dtype = saved(model, tmp_path), "fp8_e4m3" if is_fp8 else "bfloat16"
-    made, wide = (runner(path, kv_dtype=name, dtype="float32", **given) for name in (kv_dtype, "auto"))  # type: ignore[arg-type]
-    assert (made.description.layout.dtype, made.description.model.dtype) == ("float8_e4m3fn" if is_fp8 else kv_dtype, "float32")
-    assert made.description.layout.page_bytes * (4 if is_fp8 else 2) == wide.description.layout.page_bytes
+    made = runner(path, kv_dtype=kv_dtype, dtype="float32", **given)  # type: ignore[arg-type]
+    layout = made.description.layout
+    assert (layout.dtype, made.description.model.dtype) == ("float8_e4m3fn" if is_fp8 else kv_dtype, "float32")
+    assert layout.page_bytes * (4 if is_fp8 else 2) == replace(layout, dtype="float32").page_bytes
     errors = errors_of(answers(made, PROMPTS, tokens=8, chunk_tokens=33), model)
     if is_fp8:
         assert TOLERANCE < errors.max() < 0.25

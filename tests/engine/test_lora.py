@@ -24,21 +24,17 @@ from common.executor import Chunk, RowStart, StepPlan, StepResult
 from common.ids import Digest
 from common.messages.variants import ReadAdapter, WeightsOnDisk
 from common.sampling_params import SamplingParams
-from engine import model_runner
-from engine.backends import ChosenAttention
 from engine.lora.adapter_files import Adapter, read_adapter
 from engine.lora.adapter_slots import AdapterSlots
 from engine.model_runner import ModelRunner
-from engine.replay import Recording
 from engine.torch_executor import TorchExecutor
-from engine.torch_kernels import Kernels
 from tests.engine.checkpoints import VOCAB, llama, mixtral, qwen2, qwen3, saved
 from tests.engine.driver import Driver
 from tests.engine.exact import GREEDY, Answer, answers, assert_exact, heard_answers, recorded_logits, reference_logits, runner
 from tests.engine.graph_recorder import RecordedGraphs
 from tests.engine.lora_folders import ATTENTION, Lora
-from tests.engine.packed import CAN_RECORD, pack_everything
-from tests.engine.padded_attention import CapturablePaged
+from tests.engine.packed import CAN_RECORD, counted_replays, pack_everything
+from tests.engine.padded_attention import as_on_a_card
 from tests.engine.ranks import least_of, on_ranks, runner_of
 
 NONE, WAIT_S = Digest(""), 60.0
@@ -60,18 +56,20 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 @pytest.mark.parametrize("lora", LORAS, ids=lambda lora: f"rank {lora.rank}")
 def test_the_models_that_answers_are_compared_with_are_those_that_peft_merges(lora: Lora, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs the package peft")
-    model = llama(num_hidden_layers=2)
+    model = llama()
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(model), str(lora.saved(model, tmp_path))).merge_and_unload()
     for (name, ours), (_, merged) in zip(lora.merged(model).named_parameters(), theirs.named_parameters(), strict=True):
         torch.testing.assert_close(ours, merged, atol=1e-6, rtol=0, msg=name)
 
 
-@pytest.fixture(params=["plain", pytest.param("packed", marks=pytest.mark.skipif(not CAN_RECORD, reason="no C compiler"))])
-def is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+@pytest.fixture(params=["plain", "packed"])
+def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether every layer's weights are packed for the product in C."""
     if request.param == "packed":
+        if not CAN_RECORD:
+            pytest.skip("there is no C compiler")
         pack_everything(monkeypatch)
-    return bool(request.param == "packed")
+    return str(request.param)
 
 
 def adapted(model: PreTrainedModel, path: Path, loras: Sequence[Lora], **changes: object) -> tuple[ModelRunner, list[Digest]]:
@@ -94,8 +92,12 @@ def assert_merged(model: PreTrainedModel, loras: Sequence[Lora | None], given: S
             assert (torch.stack(answer.logits) - alone).abs().max() > 0.1 * alone.abs().max()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_batch_of_several_adapters_and_none_answers_as_the_merged_models(tmp_path: Path, name: str, is_packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "packing"),
+    [("llama with biases", "plain"), ("llama with biases", "packed"), ("qwen2", "packed"), ("qwen3", "plain")],
+    indirect=["packing"],
+)
+def test_a_batch_of_several_adapters_and_none_answers_as_the_merged_models(tmp_path: Path, name: str, packing: str) -> None:
     """In chunks beside decode rows, and in decode steps of any mix."""
     model = MODELS[name]()
     made, digests = adapted(model, tmp_path, LORAS[:3])
@@ -104,7 +106,7 @@ def test_a_batch_of_several_adapters_and_none_answers_as_the_merged_models(tmp_p
 
 
 def test_adapters_of_some_layers_and_of_attention_beside_experts_are_computed(tmp_path: Path) -> None:
-    model = mixtral(num_hidden_layers=2)
+    model = mixtral()
     lora = Lora(7, modules=ATTENTION)
     made, (digest,) = adapted(model, tmp_path / "experts", [lora])
     assert_merged(model, [lora, None], answers(made, PROMPTS[:2], 3, 20, [digest, NONE]))
@@ -131,29 +133,24 @@ def test_steps_are_replayed_and_those_without_adapters_are_bit_by_bit_those_of_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack_everything(monkeypatch)
-    model, replays, original = qwen3(num_hidden_layers=2), list[int](), Recording.run
-
-    def counted(self: Recording, *args: Any) -> tuple[Tensor, ...]:
-        replays.append(1)
-        return original(self, *args)
-
-    monkeypatch.setattr(Recording, "run", counted)
+    model = qwen3()
     made, (digest,) = adapted(model, tmp_path, LORAS[:1], graphs="on", max_running=4)
     plain = runner(tmp_path / "model", graphs="on", max_running=4, dtype="float32")
-    given, expected = (answers(each, PROMPTS[:3], 6, 60) for each in (made, plain))
-    assert len(replays) == 2 * 5
-    for one, other in zip(given, expected, strict=True):
-        assert one.tokens == other.tokens and all(map(torch.equal, one.logits, other.logits))
-    assert_merged(model, [LORAS[0], None, None], answers(made, PROMPTS[:3], 6, 60, [digest, NONE, NONE]))
-    assert len(replays) == 3 * 5, "rows with an adapter and without, in one replay"
-    assert_merged(model, [None, LORAS[0], LORAS[0]], answers(made, PROMPTS[:3], 6, 60, [NONE, digest, digest]))
-    again = answers(made, PROMPTS[:3], 6, 60)
-    assert len(replays) == 5 * 5 and [one.tokens for one in again] == [one.tokens for one in expected]
+    with counted_replays() as replays:
+        given, expected = (answers(each, PROMPTS[:3], 6, 60) for each in (made, plain))
+        assert len(replays) == 2 * 5
+        for one, other in zip(given, expected, strict=True):
+            assert one.tokens == other.tokens and all(map(torch.equal, one.logits, other.logits))
+        assert_merged(model, [LORAS[0], None, None], answers(made, PROMPTS[:3], 6, 60, [digest, NONE, NONE]))
+        assert len(replays) == 3 * 5, "rows with an adapter and without, in one replay"
+        assert_merged(model, [None, LORAS[0], LORAS[0]], answers(made, PROMPTS[:3], 6, 60, [NONE, digest, digest]))
+        again = answers(made, PROMPTS[:3], 6, 60)
+        assert len(replays) == 5 * 5 and [one.tokens for one in again] == [one.tokens for one in expected]
 
 
 def test_int8_layers_get_the_deltas_in_float(tmp_path: Path) -> None:
     """The logits differ from the exact ones no more than without adapters."""
-    model = llama(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_hidden_layers=2)
+    model = llama(hidden_size=128, intermediate_size=256, num_attention_heads=8)
     made, (digest,) = adapted(model, tmp_path, LORAS[:1], quantization="int8")
 
     def error(reference: PreTrainedModel, adapter: Digest) -> float:
@@ -186,11 +183,7 @@ def test_two_ranks_answer_as_the_merged_model(tmp_path: Path, make: Callable[[],
 
 def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured once for each size, with adapters and without: it reads which rows have which from tensors that stay."""
-    model, captured = qwen3(num_hidden_layers=2), list[int]()
-
-    def attention(needs: Any, asked: str, kernels: Any, progress: Any) -> ChosenAttention:
-        made = CapturablePaged(needs.memory, needs.query_heads, needs.layers, needs.dtype)
-        return ChosenAttention(made, "torch")
+    model, captured = qwen3(), list[int]()
 
     class Graphs(RecordedGraphs):
         def capture(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -203,9 +196,7 @@ def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkey
 
             return counted
 
-    monkeypatch.setattr(model_runner, "make_attention", attention)
-    monkeypatch.setattr(model_runner, "make_kernels", lambda device: Kernels())  # recorded graphs see torch's operations alone
-    monkeypatch.setattr(ModelRunner, "_graph_maker", lambda self: Graphs())
+    as_on_a_card(monkeypatch, Graphs())
     loras = LORAS[:3]
     made, digests = adapted(model, tmp_path, loras, max_running=8, graph_sizes="2,8")
     assert len(captured) == 4
@@ -221,9 +212,9 @@ def test_a_graph_computes_the_adapters_of_any_later_batch(tmp_path: Path, monkey
 # --- holding more than a step computes with ------------------------------------------------------------------------------------
 
 
-def test_more_adapters_than_slots_take_turns_and_each_answers_as_its_merged_model(tmp_path: Path, is_packed: bool) -> None:
+def test_more_adapters_than_slots_take_turns_and_each_answers_as_its_merged_model(tmp_path: Path, packing: str) -> None:
     """With two slots. What a larger adapter has left in a slot would be seen in the answers of a smaller one."""
-    model = llama(num_hidden_layers=2)
+    model = llama()
     loras = (LORAS[3], LORAS[0], LORAS[1], LORAS[2])
     made, digests = adapted(model, tmp_path, loras, max_loras_per_batch=2)
     for first, second in ((0, 1), (2, 3), (1, 2), (0, 3), (3, 0)):
@@ -252,7 +243,7 @@ def test_the_adapter_that_was_needed_last_the_longest_ago_gives_up_its_slot(
 def test_rows_whose_adapter_is_not_held_or_has_no_slot_left_fail_until_they_start_anew(tmp_path: Path) -> None:
     """A row that has lost its adapter in one step has KV of the model alone, so it fails in the steps that follow too, also where
     there is a slot again."""
-    model = llama(num_hidden_layers=2)
+    model = llama()
     made, (first, second) = adapted(model, tmp_path, LORAS[:2], max_loras_per_batch=1)
     pages = np.arange(16, dtype=np.int32).reshape(4, 4)
     named = (NONE, first, second, Digest("no such one"))
@@ -300,7 +291,7 @@ def test_as_many_are_held_as_may_be_and_one_that_is_freed_gives_its_place_to_ano
 
 def test_the_executor_reads_adapters_beside_its_steps_and_forgets_those_that_are_freed(tmp_path: Path) -> None:
     """While the first one is read, which waits here, a step goes by."""
-    model, woken = llama(num_hidden_layers=2), threading.Event()
+    model, woken = llama(), threading.Event()
     folder = LORAS[0].saved(model, tmp_path / "lora")
     fields: Any = {"device": "cpu", "kv_memory": "8MiB", "max_running": 8, "grammar": "off", "max_loaded_loras": 1}
     command = ModelConfig(model=str(saved(model, tmp_path / "model")))
@@ -347,7 +338,7 @@ def test_the_executor_reads_adapters_beside_its_steps_and_forgets_those_that_are
 
 
 def test_a_folder_that_changes_after_it_was_read_changes_nothing(tmp_path: Path) -> None:
-    model = llama(num_hidden_layers=2)
+    model = llama()
     made, (digest,) = adapted(model, tmp_path, LORAS[:1], max_loaded_loras=2)
     other = LORAS[3].saved(model, tmp_path / str(LORAS[0].seed))
     file = other / "adapter_model.safetensors"
@@ -356,27 +347,22 @@ def test_a_folder_that_changes_after_it_was_read_changes_nothing(tmp_path: Path)
     assert_merged(model, LORAS[:1], answers(made, PROMPTS[1:2], 3, 20, [digest]))
 
 
-@pytest.mark.parametrize("way", ["plain", "packed", "int8"])
-def test_after_a_change_of_weights_adapters_are_added_to_the_new_ones(
-    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("packing", "quantization"), [("plain", "none"), ("packed", "none"), ("plain", "int8")], indirect=["packing"]
+)
+def test_after_a_change_of_weights_adapters_are_added_to_the_new_ones(tmp_path: Path, packing: str, quantization: str) -> None:
     """With adapters that were in slots before, and one that comes into a slot behind the change."""
-    if way == "packed":
-        if not CAN_RECORD:
-            pytest.skip("there is no C compiler")
-        pack_everything(monkeypatch)
-    model = llama(hidden_size=128, intermediate_size=256, num_attention_heads=8, num_hidden_layers=2)
+    model = llama(hidden_size=128, intermediate_size=256, num_attention_heads=8)
     new = copy.deepcopy(model)
     with torch.no_grad():
         for weight in new.parameters():
             weight.copy_(weight.roll(1, 0) * 1.1 if weight.ndim == 2 else weight * 0.9)
-    quantization = "int8" if way == "int8" else "none"
     made, digests = adapted(model, tmp_path, LORAS[:2], max_loras_per_batch=1, quantization=quantization)
     answers(made, PROMPTS[1:3], 2, 20, [digests[0], NONE])
     made.weights.switch(made.weights.stage(WeightsOnDisk(str(saved(new, tmp_path / "new"))), lambda _: None))
     for lora, digest in zip(LORAS, digests, strict=False):
         given = answers(made, PROMPTS[1:3], 4, 20, [digest, NONE])
-        if way != "int8":
+        if quantization == "none":
             assert_merged(new, [lora, None], given)
             continue
         for answer, reference in zip(given, (lora.merged(new), new), strict=True):
@@ -429,7 +415,7 @@ FIELDS: dict[str, tuple[object, str]] = {
 @pytest.fixture(scope="module")
 def loading(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, AdapterSlots]:
     """The slots of a small model."""
-    model = llama(num_hidden_layers=2)
+    model = llama()
     made, _ = adapted(model, tmp_path_factory.mktemp("refused"), [], max_loaded_loras=1)
     return model, made.adapters
 

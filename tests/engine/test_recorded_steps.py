@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +12,11 @@ from common.errors import ConfigError
 from common.executor import StepPlan, StepResult
 from engine.model_runner import ModelRunner
 from engine.models import linear as packing
-from engine.replay import Recording
 from tests.engine.checkpoints import llama, mistral, mixtral, qwen2, qwen3, saved
-from tests.engine.churn import Churn
 from tests.engine.driver import Driver
 from tests.engine.exact import recorded_logits, runner
-from tests.engine.packed import CAN_RECORD, pack_everything
-from tests.engine.test_graphs import EVERY_KIND, churn, prompts
+from tests.engine.packed import CAN_RECORD, counted_replays, pack_everything
+from tests.engine.test_graphs import EVERY_KIND, prompts
 
 pytestmark = pytest.mark.skipif(not CAN_RECORD, reason="there is no C compiler")
 ROWS = 6
@@ -38,15 +35,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def replays() -> Iterator[list[int]]:
-    """How many calls each replay made."""
-    made: list[int] = []
-    original = Recording.run
-
-    def counted(self: Recording, *args: object) -> tuple[torch.Tensor, ...]:
-        made.append(len(self._calls))
-        return original(self, *args)  # type: ignore[arg-type]
-
-    with mock.patch.object(Recording, "run", counted):
+    with counted_replays() as made:
         yield made
 
 
@@ -55,8 +44,7 @@ def made(path: Path, **changes: object) -> ModelRunner:
     return runner(path, lambda text: None, **(fields | changes))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "kv_dtype"), [*((name, "float32") for name in MODELS), ("mistral, window", "bfloat16")])
 def test_logits_are_those_of_the_same_step_without_a_recording_bit_by_bit(
     tmp_path: Path, replays: list[int], name: str, kv_dtype: str
 ) -> None:
@@ -84,16 +72,6 @@ def kept(one: ModelRunner, steps: list[torch.Tensor], plan: StepPlan) -> StepRes
     if steps:
         steps[-1] = steps[-1].clone()
     return result
-
-
-def test_rows_that_come_and_go_answer_as_alone(tmp_path: Path, replays: list[int]) -> None:
-    path = saved(qwen3(num_hidden_layers=2), tmp_path)
-    found = []
-    for graphs in ("off", "auto"):
-        one, requests = made(path, graphs=graphs), churn()
-        Churn(one.run, one.description, ROWS, pages=ROWS * 6, seed=3).serve(requests)
-        found.append([request.answer for request in requests])
-    assert found[0] == found[1] and replays
 
 
 def test_whoever_lends_cores_is_asked_at_each_layer(tmp_path: Path, replays: list[int]) -> None:

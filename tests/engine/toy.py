@@ -313,15 +313,18 @@ class ToyExecutor:
         assert (self._length[plan.verified_rows] == plan.verified_lengths).all()
         assert (self._last[plan.verified_rows] == plan.verified_tokens).all()
         grown, decode = plan.grown_rows, plan.decode_rows
-        self._page_table[grown, self._held[grown]] = plan.grown_pages
-        self._held[grown] += 1
+        if len(grown):
+            self._page_table[grown, self._held[grown]] = plan.grown_pages
+            self._held[grown] += 1
         for chunk in plan.chunks:
             assert self._length[chunk.row] == chunk.start, "chunks of a prompt come in order"
             self._length[chunk.row] += len(chunk.token_ids)
             self._write(chunk.row, chunk.token_ids, np.arange(chunk.start, self._length[chunk.row]))
-        self._write(decode, self._last[decode], self._length[decode])
-        self._length[decode] += 1
-        self._write(plan.draft_rows, plan.draft_tokens, self._length[plan.draft_rows] + plan.draft_offsets - 1)
+        if len(decode):
+            self._write(decode, self._last[decode], self._length[decode])
+            self._length[decode] += 1
+        if len(plan.draft_rows):
+            self._write(plan.draft_rows, plan.draft_tokens, self._length[plan.draft_rows] + plan.draft_offsets - 1)
         step.is_written = True
         if self._ranks is not None:
             step.ends_s = None  # the last rank to write wakes the others

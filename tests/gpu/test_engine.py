@@ -19,10 +19,11 @@ from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.replay import CudaGraphs
 from tests.engine import exact
-from tests.engine.checkpoints import VOCAB, llama, qwen3, saved
-from tests.engine.device_contract import GREEDY, SAMPLED, EngineContract
+from tests.engine.checkpoints import llama, prompts_of, qwen3, saved
+from tests.engine.device_contract import SAMPLED, EngineContract
 from tests.engine.driver import Driver
-from tests.engine.test_graphs import EVERY_KIND, Engine, prompts
+from tests.engine.exact import GREEDY
+from tests.engine.test_graphs import EVERY_KIND, Engine, check_any_later_batch, check_spare_page, every_model
 
 CARD = "cuda:0"
 GIB = 2**30
@@ -34,8 +35,8 @@ import json, sys
 import numpy as np
 from common.config import EngineConfig, ModelConfig
 from engine.model_runner import ModelRunner
-from tests.engine.device_contract import GREEDY
 from tests.engine.driver import Driver
+from tests.engine.exact import GREEDY
 made = ModelRunner(ModelConfig(), EngineConfig(device="cuda:0", sharers=2, attention="torch"), lambda text: None)
 (answer,) = Driver(made.run, made.description).answers([np.arange(300, 340, dtype=np.int32)], 8, GREEDY)
 print(json.dumps({"pool_bytes": made.description.memory.region_bytes, "answer": answer}), flush=True)
@@ -53,8 +54,7 @@ class TestEngineOnACard(EngineContract):
     ) -> None:
         model = make(max_position_embeddings=2048)
         made = self.runner(saved(model, tmp_path), kv_memory="256MiB", max_running=32)
-        random = np.random.default_rng(6)
-        asked = [random.integers(3, VOCAB, length).astype(np.int32) for length in (2000, *random.integers(1, 600, 31))]
+        asked = prompts_of(2000, *np.random.default_rng(6).integers(1, 600, 31))
         exact.assert_exact(model, exact.answers(made, asked, 5, chunk_tokens=512))
 
 
@@ -67,30 +67,16 @@ def own_stream() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_stream")
-@pytest.mark.parametrize("make", [lambda: llama(attention_bias=True), qwen3], ids=["llama", "qwen3"])
+@every_model
 def test_a_captured_decode_step_gives_the_tokens_of_the_eager_one_for_any_later_batch(
     tmp_path: Path, make: Callable[[], PreTrainedModel]
 ) -> None:
-    """Greedy rows, noisy ones and such that filter, in float32; three rows run as four, and eight without a graph."""
-    path, card = saved(make(), tmp_path), torch.device(CARD)
-    eager, graphed = Engine(path, device=card), Engine(path, (1, 2, 4, 6), device=card, maker=CudaGraphs())
-    for count in (1, 2, 3, 5, 6, 8):
-        sampling = [EVERY_KIND[(row + count) % len(EVERY_KIND)] for row in range(count)]
-        answers = graphed.answers(prompts(count), sampling)
-        assert answers == eager.answers(prompts(count), sampling)
-        assert len({token for answer in answers for token in answer}) > 5
-    assert set(graphed.replays) == {1, 2, 4, 6}
+    check_any_later_batch(saved(make(), tmp_path), torch.device(CARD), CudaGraphs())
 
 
 @pytest.mark.usefixtures("own_stream")
 def test_rows_that_fill_a_graph_write_to_the_spare_page_alone(tmp_path: Path) -> None:
-    engine = Engine(saved(qwen3(), tmp_path), (8,), device=torch.device(CARD), maker=CudaGraphs())
-    engine.memory.pool.fill_(7.0)
-    spare = len(engine.memory.pool) - 1
-    engine.answers(prompts(3), EVERY_KIND[:3])
-    touched = torch.nonzero((engine.memory.pool != 7.0).any(dim=1)).flatten().tolist()
-    leased = np.random.default_rng(5).permutation(engine.description.total_pages)[:20].tolist()
-    assert spare in touched and set(touched) <= {spare, *leased}
+    check_spare_page(Engine(saved(qwen3(), tmp_path), (8,), device=torch.device(CARD), maker=CudaGraphs()))
 
 
 def demo(**changes: object) -> ModelRunner:

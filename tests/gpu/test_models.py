@@ -5,7 +5,6 @@ FP8 layers: their products at the shapes of real models, against the same produc
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,12 +12,12 @@ from common.errors import ConfigError
 from engine.backends import make_kernels
 from engine.models.linear import Fp8Linear, check_fp8
 from engine.models.moe import MixtureOfExperts, grouped, one_by_one
-from tests.engine.checkpoints import VOCAB, qwen3_moe, saved
+from tests.engine.checkpoints import prompts_of, qwen3_moe, saved
 from tests.engine.exact import answers, assert_exact, runner
 from tests.engine.models.test_transformers_model import gemma2
 
 CUDA = torch.device("cuda:0")
-PROMPTS = [np.random.default_rng(5).integers(3, VOCAB, length).astype(np.int32) for length in (1, 30, 120)]
+PROMPTS = prompts_of(1, 30, 120)
 
 
 def mixture(experts: int, hidden: int, inner: int, chosen: int) -> MixtureOfExperts:

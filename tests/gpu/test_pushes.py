@@ -28,10 +28,10 @@ from tests.kv_transfer.local_agent import WAIT_S, random_bytes
 from tests.kv_transfer.members import Member
 
 CARD = "cuda:0"
-_NIXL = nixl_kind(tcp_only=False)
+_NIXL = nixl_kind(tcp_only=False, silence_s=10)
 NIXL = Kind("nixl", _NIXL.silence_s, _NIXL.environment, devices=(CARD,))
-NCCL = Kind("torch", devices=("cuda:0", "cuda:1"))
-NCCL_ON_ONE_CARD = Kind("torch", devices=(CARD,))
+NCCL = Kind("torch", 10, devices=("cuda:0", "cuda:1"))
+NCCL_ON_ONE_CARD = Kind("torch", 10, devices=(CARD,))
 
 
 @pytest.fixture(scope="module", params=["nixl", "nccl"])
@@ -152,7 +152,7 @@ def test_two_processes_on_one_card_are_told_that_nccl_cannot_link_them(tmp_path:
 
 def test_memory_of_expandable_segments_is_refused_by_the_setting(tmp_path: Path) -> None:
     environment = {**NIXL.environment, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    backend = ProcessBackend(tmp_path, Kind("nixl", environment=environment, devices=(CARD,)))
+    backend = ProcessBackend(tmp_path, Kind("nixl", 10, environment=environment, devices=(CARD,)))
     with pytest.raises(ChildEnded, match="without expandable_segments"):
         backend.start(64 * MIB)
 

@@ -30,8 +30,9 @@ from kv_transfer.transfer_loop import TransferLoop, TransferThread
 from kv_transfer.transport import AgentLost, Connected, ConnectFailed, RunsDone, RunsFailed, Transport, TransportEvent
 from tests.kv_transfer.local_agent import LAYOUT, LocalAgent, random_bytes
 from tests.kv_transfer.pools import make_pool
+from tests.rig.namespaces import enter
 
-POLL_S = 1e-3
+POLL_S = 10e-3
 START_S = 60.0
 THREADS_S = 3.0
 """How long the threads of a closed transport may take to end, beyond its silence: Gloo does not fail a receive that has half
@@ -41,12 +42,13 @@ ANY_KEY = AttemptId(RequestId("any"), 0, ROUTER)
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """is_threaded: whether a transfer thread drives the transport, as in an instance. host: the address on which peers reach this
-    process. device: of its pool. silence_s: after which the transport calls a peer lost. seed: of a member's bytes; an agent's
-    are all 0."""
+    process. namespace: of the network, which it enters. device: of its pool. silence_s: after which the transport calls a peer
+    lost. seed: of a member's bytes; an agent's are all 0."""
 
     transport: TransportName
     is_threaded: bool = False
     host: str = LOOPBACK
+    namespace: str = ""
     device: str = "cpu"
     silence_s: int
     total_pages: int
@@ -186,6 +188,8 @@ class ThreadEnd:
 
 
 def main(plan: Plan, parent: "Parent[Call]") -> None:
+    if plan.namespace:
+        enter(plan.namespace)
     end = (ThreadEnd if plan.is_threaded else PortEnd)(plan)
     parent.report(Started(pool=end.pool))
 

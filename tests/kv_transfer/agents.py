@@ -10,7 +10,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, assert_never
@@ -59,12 +58,12 @@ class Kind:
     """A transport and how it is to work. silence_s: after which it calls a peer lost. devices: of the agents' pools, in turn."""
 
     transport: TransportName
-    silence_s: int = 10
+    silence_s: int = 4
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu",)
 
 
-def nixl_kind(tcp_only: bool, silence_s: int = 10) -> Kind:
+def nixl_kind(tcp_only: bool, silence_s: int = 4) -> Kind:
     """tcp_only: as if on hosts of their own; without it UCX writes memory of this host."""
     environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error", "UCX_WARN_UNUSED_ENV_VARS": "n"}
     if tcp_only:
@@ -74,7 +73,7 @@ def nixl_kind(tcp_only: bool, silence_s: int = 10) -> Kind:
     return Kind("nixl", silence_s, environment)
 
 
-def mooncake_kind(silence_s: int = 10) -> Kind:
+def mooncake_kind(silence_s: int = 5) -> Kind:
     """silence_s: at least 5."""
     return Kind("mooncake", silence_s, {"MC_TRANSFER_TIMEOUT": str(silence_s), "GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"})
 
@@ -89,8 +88,7 @@ class PoolProcess(ABC):
         self._answers: deque[Answer] = deque()
         command = [*prefix, sys.executable, "-m", "tests.kv_transfer.agent_process", msgspec.json.encode(plan).decode()]
         decoder = msgspec.json.Decoder[Report](Report)
-        with forked() if kind.transport == "torch" and not prefix else nullcontext():  # the others do not load torch
-            self._child: Respondent[Report] = Respondent(name, command, decoder, kind.environment)
+        self._child: Respondent[Report] = Respondent(name, command, decoder, kind.environment)
         self.pid = self._child.pid
 
     @abstractmethod
@@ -236,9 +234,10 @@ class ProcessBackend:
 
     def start(self, *pool_bytes: int) -> list[ProcessAgent]:
         agents = []
-        for each in pool_bytes:  # their processes start side by side
-            agents.append(ProcessAgent(self._folder, len(self._agents), each, self.kind))
-            self._agents.append(agents[-1])
+        with forked():
+            for each in pool_bytes:  # their processes start side by side
+                agents.append(ProcessAgent(self._folder, len(self._agents), each, self.kind))
+                self._agents.append(agents[-1])
         for agent in agents:
             agent.started()
         return agents

@@ -25,8 +25,6 @@ from tests.kv_transfer.pools import Bytes
 MIB = 2**20
 POOL_BYTES = 20 * MIB + 12346
 """The size of the two pools that most cases share: some slices of a push, and a rest."""
-WIDE_BYTES = 81 * MIB
-"""The size of pools that one run fills: several slices of every backend."""
 LATE_S = 0.3
 """What is written so long after its push has ended would be found."""
 SOURCE_SEED = 1
@@ -120,6 +118,7 @@ RUNS = {
     "a kilobyte": apart(16, 1024),
     "64 kilobytes": apart(16, 64 * 1024),
     "a megabyte": apart(16, MIB),
+    "several slices": rows((MIB - 5, 77, 19 * MIB)),
     "odd sizes at odd places": rows((1, 2, 1), (3, 1001, 4097), (7, 9001, 65539), (12345, LAST, 4097), (LAST, 0, 1)),
 }
 
@@ -144,20 +143,6 @@ class TransportContract:
     @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
     def test_runs_arrive_and_nothing_else_changes(self, pair: Pair, runs: Int64Array) -> None:
         pair.check_push(runs)
-
-    def test_a_run_of_many_megabytes_arrives(self, backend: Backend) -> None:
-        source, target = backend.start(WIDE_BYTES, WIDE_BYTES)
-        source.fill(SOURCE_SEED)
-        source.connect(target.pool)
-        run_bytes = WIDE_BYTES - MIB
-        source.push(1, target.pool.agent, rows((MIB - 5, 77, run_bytes)))
-        assert outcomes(source, [1]) == {1: done(1)}
-        moved = random_bytes(SOURCE_SEED, WIDE_BYTES)[MIB - 5 : WIDE_BYTES - 5]
-        memory = target.memory()
-        assert (memory[77 : 77 + run_bytes] == moved).all()
-        assert not memory[:77].any() and not memory[77 + run_bytes :].any()
-        for agent in (source, target):
-            agent.end()
 
     @pytest.mark.parametrize("target_heads", [range(2, 3), range(1, 4), range(8)], ids=["fewer", "some of each", "more"])
     def test_pages_of_unequal_tensor_parallelism_arrive_head_by_head(self, pair: Pair, target_heads: range) -> None:

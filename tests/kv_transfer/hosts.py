@@ -3,11 +3,10 @@
 Owns the link's state and the members' processes. Knows no test. What members are told goes over pipes and never over the link.
 """
 
-import contextlib
-import ctypes
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -16,6 +15,7 @@ from tests.kv_transfer.agent_process import Plan
 from tests.kv_transfer.agents import Kind, open_files, running_threads
 from tests.kv_transfer.local_agent import WAIT_S
 from tests.kv_transfer.members import Member
+from tests.rig.forks import forked
 from tests.rig.namespaces import Spot, await_links
 
 COMMAND_S = 60.0
@@ -63,18 +63,22 @@ class TwoHosts:
 
     def __init__(self, cable: Cable, kind: Kind, total_pages: int, page_bytes: int, folder: Path) -> None:
         self.cable = cable
+        is_forked = kind.transport == "torch"
+        """NIXL looks at /sys, which is that of the namespace only where `ip netns exec` has mounted it."""
         members = []
         for seed, (name, spot) in enumerate({"source": cable.near, "target": cable.far}.items(), 1):
             plan = Plan(
                 is_threaded=True,
                 transport=kind.transport,
                 host=spot.host,
+                namespace=spot.name if is_forked else "",
                 total_pages=total_pages,
                 page_bytes=page_bytes,
                 silence_s=kind.silence_s,
                 seed=seed,
             )
-            members.append(Member(name, 1, plan, kind, folder, spot.prefix))
+            with forked() if is_forked else nullcontext():
+                members.append(Member(name, 1, plan, kind, folder, () if is_forked else spot.prefix))
         self.source, self.target = members
 
     def start(self) -> None:
@@ -129,22 +133,6 @@ def is_within(held: Held, limit: Held) -> bool:
 
 def processes_in(namespace: Spot) -> list[str]:
     return _run("ip", "netns", "pids", namespace.name).split()
-
-
-@contextlib.contextmanager
-def inside(namespace: Spot) -> Iterator[None]:
-    """This thread is in the namespace meanwhile, and so are threads and processes that it starts. Raises OSError."""
-    with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{namespace.name}") as there:
-        _enter(there.fileno())
-        try:
-            yield
-        finally:
-            _enter(home.fileno())
-
-
-def _enter(descriptor: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _shape(end: Spot, verb: str, *words: str) -> None:

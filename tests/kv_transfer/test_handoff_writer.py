@@ -12,7 +12,7 @@ from common.ids import Generation, Incarnation, InstanceId, Life, Ticket, pack_i
 from common.instance.ports import Send
 from common.messages import Decline, Failed, Grant, Handoff, LinkTraffic, Withdraw
 from common.messages.transfers import Allow, Push, PushDone, PushFailed
-from kv_transfer.handoff_reader import WRITE_LEASE_S, Digest
+from kv_transfer.handoff_reader import WRITE_LEASE_S, DigestPages
 from kv_transfer.handoff_writer import HandoffClosed, HandoffGranted, HandoffRefused, PeerTraffic, SourcePagesRead, traffic_of
 from tests.builders import LAYOUT, key
 from tests.kv_transfer.sources import BEGAN_S, ME, D, Source, grant, reserve
@@ -26,13 +26,13 @@ WITHDRAWN = [WITHDRAW, CLOSED]
 UNGRANTED = Send(D, Withdraw(key=key(), incarnation=ME))
 
 
-def opened(digest: Digest | None = None) -> Source:
+def opened(digest: DigestPages | None = None) -> Source:
     source = Source(ME, LAYOUT, digest=digest)
     assert source.reserve(reserve(), PEER, SOURCE_PAGES) == [Send(D, reserve())]
     return source
 
 
-def granted(have_tokens: int = 0, digest: Digest | None = None) -> Source:
+def granted(have_tokens: int = 0, digest: DigestPages | None = None) -> Source:
     source = opened(digest)
     assert source.receive(D, grant(have_tokens=have_tokens), BEGAN_S + 0.1) == [
         Allow(D, LIFE, BEGAN_S + WRITE_LEASE_S),

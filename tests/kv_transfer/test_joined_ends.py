@@ -36,6 +36,7 @@ class Listed:
         self.commands: list[TransferCommand] = []
         self.events: list[TransferEvent] = []
         self.progress_s = 7.0
+        self.closed = False
 
     def submit(self, command: TransferCommand) -> None:
         self.commands.append(command)
@@ -45,7 +46,7 @@ class Listed:
         return events
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
     def taken(self) -> list[TransferCommand]:
         commands, self.commands = self.commands, []
@@ -222,6 +223,8 @@ def test_every_rank_gets_every_command_and_events_come_when_all_have_reported_th
     two.transfers.submit(push(2))
     assert two.reports(1, PushFailed(Ticket(2), "to rank 3: no", quiescent=False)) == []
     assert two.reports(0, PushDone(Ticket(2), 4, 0.5)) == [PushFailed(Ticket(2), "rank 1: to rank 3: no", quiescent=False)]
+    two.transfers.close()
+    assert all(rank.closed for rank in two.ranks)
 
 
 def test_two_settlements_of_one_key_are_two() -> None:

@@ -4,7 +4,8 @@ The heads are spread for equal and unequal tensor parallelism, in both in-page o
 small slices. Also checks of pools.
 """
 
-from typing import Any, Literal
+from itertools import cycle, product
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -96,12 +97,11 @@ def test_one_layer_is_one_run_when_layers_come_first() -> None:
     assert run == [2 * whole.layout.page_bytes + third, 5 * whole.layout.page_bytes + third, third]
 
 
-@pytest.mark.parametrize(("kv_heads", "source_ranks", "target_ranks"), SPLITS)
-@pytest.mark.parametrize("source_order", ["layer", "head"])
-@pytest.mark.parametrize("target_order", ["layer", "head"])
+@pytest.mark.parametrize(("split", "orders"), list(zip(SPLITS, cycle(product(get_args(Order), repeat=2)), strict=False)))
 def test_every_rank_of_the_target_gets_every_head_it_holds_exactly_once(
-    kv_heads: int, source_ranks: int, target_ranks: int, source_order: Order, target_order: Order
+    split: tuple[int, int, int], orders: tuple[Order, Order]
 ) -> None:
+    (kv_heads, source_ranks, target_ranks), (source_order, target_order) = split, orders
     random = np.random.default_rng(0)
     whole = make_layout("layer", kv_heads)
     truth = random.integers(1, 256, POOL_PAGES * whole.page_bytes, dtype=np.uint8)
@@ -180,7 +180,9 @@ def each_byte(runs: Int64Array) -> tuple[Int64Array, Int64Array]:
 
 
 @given(page_pairs(), LAYOUTS)
-def test_runs_copy_the_same_bytes_as_copying_page_by_page(pages: tuple[Int32Array, Int32Array], layout: KVLayout) -> None:
+def test_runs_copy_the_same_bytes_as_copying_page_by_page_and_are_merged_where_they_meet_on_both_sides(
+    pages: tuple[Int32Array, Int32Array], layout: KVLayout
+) -> None:
     source, target = np.random.default_rng(0).integers(0, 256, (2, PAGES_OF_RUNS, layout.page_bytes), dtype=np.uint8)
     expected = target.copy()
     for source_page, target_page in zip(*pages, strict=True):
@@ -188,16 +190,10 @@ def test_runs_copy_the_same_bytes_as_copying_page_by_page(pages: tuple[Int32Arra
     runs = plan_runs(*pages, PageSlice(layout), PageSlice(layout))
     assert runs.dtype == np.int64 and runs.shape[1] == 3
     assert runs[:, 2].sum() == len(pages[0]) * layout.page_bytes
+    assert (runs % layout.page_bytes == 0).all() and (runs[:, 2] > 0).all()
+    assert not (runs[:-1, :2] + runs[:-1, 2:] == runs[1:, :2]).all(axis=1).any()
     run_copy(runs, source.reshape(-1), target.reshape(-1))
     np.testing.assert_array_equal(target, expected)
-
-
-@given(page_pairs(), LAYOUTS)
-def test_runs_that_are_contiguous_on_both_sides_are_merged(pages: tuple[Int32Array, Int32Array], layout: KVLayout) -> None:
-    runs = plan_runs(*pages, PageSlice(layout), PageSlice(layout))
-    ends = runs[:-1, :2] + runs[:-1, 2:]
-    assert not (ends == runs[1:, :2]).all(axis=1).any()
-    assert (runs % layout.page_bytes == 0).all() and (runs[:, 2] > 0).all()
 
 
 def test_offsets_pass_four_gigabytes() -> None:

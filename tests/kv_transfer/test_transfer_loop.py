@@ -207,16 +207,6 @@ def test_pushes_from_before_a_link_was_lost_do_not_stall_it_when_it_is_up_again(
     assert stuck.after(1.0) == [linked("lost", f"no push completed for {STALL_S + 1.0:.0f} s")]
 
 
-def test_a_lost_link_is_tried_again_and_serves_again(held: Two) -> None:
-    held.pushed(1)
-    assert isinstance(held.after(STALL_S + 1.0)[0], LinkChanged)
-    assert held.source.events() == [failed(1, CLOSED, quiescent=True)]
-    held.network.hold = False
-    assert held.after(RETRY_S - 1e-3) == []
-    assert held.after(2e-3) == [linked("ready", "memmove")]
-    assert held.pushed(2) == [PushDone(Ticket(2), LAYOUT.page_bytes, 0.0)]
-
-
 def test_a_link_that_stays_lost_is_tried_less_and_less_often(two: Two) -> None:
     descriptor = two.target.loop.descriptor
     region = two.network.regions.pop(descriptor.agent)
@@ -233,13 +223,6 @@ def test_a_link_that_stays_lost_is_tried_less_and_less_often(two: Two) -> None:
     assert two.source.events() == [linked("lost", "the agent died")]
     two.network.regions[descriptor.agent] = region
     assert two.after(RETRY_S) == [linked("ready", "memmove")], "it was up meanwhile: soon again"
-
-
-def test_a_peer_that_left_is_not_tried_again(connected: Two) -> None:
-    del connected.network.regions[connected.target.loop.descriptor.agent]
-    assert connected.source.events() == [linked("lost", "the agent died")]
-    connected.source.loop.submit(Connect((), (PEER,)))
-    assert connected.after(10 * RETRY_MOST_S) == []
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------------

@@ -23,11 +23,11 @@ from tests.kv_transfer.test_transports import needs
 from tests.rig.namespaces import two_namespaces
 
 PAGE_BYTES = 64 * 1024
-PAGES = 1280
-SLOW_MBIT = 100
+PAGES = 640
+SLOW_MBIT = 50
 SLOW_BYTES_PER_S = SLOW_MBIT * 1e6 / 8
 POISON = 0xDB
-STRUCK, OTHERS = range(640), range(640, PAGES)
+STRUCK, OTHERS = range(320), range(320, PAGES)
 """Target pages whose pushes are cut, and of those that are pushed when all is over."""
 MARGIN_S = 60.0
 """Ends the wait for a cut link to be noticed after its silence, and for a healed link to come back."""
@@ -94,7 +94,7 @@ def push(hosts: TwoHosts, pages: Pages) -> Ended:
 
 def test_scattered_pages_arrive_and_nothing_else_changes(hosts: TwoHosts) -> None:
     hosts.connect()
-    pages = scattered(hosts, 900)
+    pages = scattered(hosts, 450)
     assert isinstance(push(hosts, pages), PushDone)
     np.testing.assert_array_equal(hosts.target.memory(), pages.expected)
 
@@ -147,7 +147,7 @@ def cuts(hosts: TwoHosts) -> Cuts:
     await_true(lambda: is_within(hosts.held(), before), CLOSED_S)
     after = hosts.held()
     hosts.connect()
-    others = scattered(hosts, 512, among=OTHERS)
+    others = scattered(hosts, 256, among=OTHERS)
     again = push(hosts, others)
     return Cuts(ends, back_s, before, after, again, others.expected, hosts.target.memory())
 
@@ -188,7 +188,7 @@ def test_a_push_whose_link_is_cut_fails_in_time(cuts: Cuts, kind: Kind) -> None:
 def test_nothing_lands_in_pages_that_are_someone_elses_when_the_link_is_back(cuts: Cuts, kind: Kind) -> None:
     if not IS_QUIESCENT[kind.transport]:
         pytest.skip("its failure says that something may still land")
-    np.testing.assert_array_equal(np.unique(cuts.left[STRUCK.start : STRUCK.stop]), [POISON])
+    assert (cuts.left[STRUCK.start : STRUCK.stop] == POISON).all()
 
 
 def test_the_transfer_loop_finds_its_way_back_by_itself(cuts: Cuts) -> None:

@@ -69,16 +69,6 @@ def test_a_push_at_the_end_of_its_lease_is_refused_and_one_just_before_is_not() 
     assert written(two) == [0]
 
 
-def test_a_lease_that_ends_in_mid_push_posts_no_further_slice_and_loses_the_link() -> None:
-    two = writing(pages=3)
-    two.source.transport.release(1)
-    assert two.after(WRITE_LEASE_S - 1e-3) == [] and written(two) == [0]
-    two.network.hold = False
-    assert two.after(1e-3) == [EXPIRED, failed(1, "the link was closed", quiescent=True)]
-    assert written(two) == [0]
-    assert two.pushed(2, [3], [3]) == [refused(2, "there is no link to d")]
-
-
 def test_a_lease_that_is_extended_in_time_goes_on() -> None:
     two = writing(pages=2)
     two.clock.now += WRITE_LEASE_S - 0.5

@@ -12,7 +12,7 @@ from common.ids import DETOKENIZER, ROUTER, AttemptId, Incarnation, InstanceId, 
 from common.mail import Mailbox
 from common.processes.child import Exited
 from common.sampling_params import SamplingParams
-from launch.child import ChildEvent, RoleProcess
+from launch.child import RoleEvent, RoleProcess
 from tests.rig.forks import forked
 from tests.rig.shared_memory import left_behind, shared_files
 
@@ -30,7 +30,7 @@ class Router:
         self.detokenizer: Mailbox[messages.DetokenizerInbox] = Mailbox(
             DETOKENIZER, messages.DetokenizerInbox, "tcp://127.0.0.1:0"
         )
-        self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[RoleEvent] = queue.SimpleQueue()
         self.shared_before = shared_files()
         with forked():
             self.child = RoleProcess(name, command(self.mailbox.address), self.events.put)

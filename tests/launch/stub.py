@@ -36,7 +36,7 @@ from common.errors import ConfigError
 from common.processes.child import IntakeClosed, Progress, Ready, stop_children
 from launch import child as child_half
 from launch import local
-from launch.child import ChildProcess, CloseIntake, KeepInstances, Order, Report, RoleProcess, SpareWanted, run_child
+from launch.child import ChildProcess, CloseIntake, KeepInstances, LaunchOrder, LaunchReport, RoleProcess, SpareWanted, run_child
 from launch.fleet_options import FleetCounts
 from launch.local import FleetConfig, LocalPlan, run
 from tests.launch.waiting import PATIENCE_S
@@ -99,7 +99,7 @@ def child(name: str, flags: Sequence[str], process: ChildProcess) -> None:
     if how == "babbler":
         os.write(process.parent._report_fd or 0, b"not a report\n")
 
-    def obey(order: Order) -> None:
+    def obey(order: LaunchOrder) -> None:
         note(f"{name} order {type(order).__name__}")
         if isinstance(order, KeepInstances):
             note(f"{name} hears of {','.join(order.names)} and {order.spare} more")
@@ -173,11 +173,11 @@ def fleet(prefill: int, decode: int) -> int:
     return run(LocalPlan(config=config), stub_command)
 
 
-def jump_to_deadline(awaited: set[tuple[str, type[Report]]]) -> None:
+def jump_to_deadline(awaited: set[tuple[str, type[LaunchReport]]]) -> None:
     """Move the clock of `launch local` beyond its deadlines when these children have made these reports."""
     show = local.ChildFleet._show
 
-    def watched(self: local.ChildFleet, child: str, report: Report) -> None:
+    def watched(self: local.ChildFleet, child: str, report: LaunchReport) -> None:
         show(self, child, report)
         awaited.discard((child, type(report)))
 

@@ -13,7 +13,7 @@ import pytest
 
 from common.processes import child as child_processes
 from common.processes.child import Broken, Exited, Progress, Ready, Reported, stop_children
-from launch.child import BAD_FLAG, ChildEvent, MeetRouter, RoleProcess
+from launch.child import BAD_FLAG, MeetRouter, RoleEvent, RoleProcess
 from tests.launch.stub import stub_command
 from tests.launch.waiting import PATIENCE_S, is_alive, wait_for
 from tests.rig.forks import forked
@@ -23,7 +23,7 @@ class Nursery:
     """Starts stubs; `next_event` is of the one that was started last."""
 
     def __init__(self) -> None:
-        self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[RoleEvent] = queue.SimpleQueue()
         self.children: list[RoleProcess] = []
 
     def start(self, name: str = "decode-0", **environment: str) -> RoleProcess:
@@ -32,7 +32,7 @@ class Nursery:
         self.children.append(child)
         return child
 
-    def next_event(self) -> ChildEvent:
+    def next_event(self) -> RoleEvent:
         return self.events.get(timeout=PATIENCE_S)
 
     def start_ready(self, name: str = "decode-0", **environment: str) -> RoleProcess:

@@ -18,7 +18,7 @@ from common.errors import MeetingFailed
 from common.ids import Incarnation
 from common.instance.ranks.line import RankLost
 from common.processes.child import Exited, Progress, Ready, Reported, await_children
-from launch.child import BAD_FLAG, ChildEvent, ChildProcess, RoleProcess
+from launch.child import BAD_FLAG, ChildProcess, RoleEvent, RoleProcess
 from launch.instance_command import InstanceCommand
 from launch.rank_leader import LeaderRanks, describe_missing
 from launch.rank_setup import RankChildren, rank_setup
@@ -46,7 +46,7 @@ class Elsewhere:
     """A rank that another command starts, as on another host."""
 
     def __init__(self, *flags: str) -> None:
-        self.events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[RoleEvent] = queue.SimpleQueue()
         with forked():
             self.child = RoleProcess(f"{NAME}.rank-1", command(*flags), self.events.put)
 
@@ -269,5 +269,5 @@ def test_a_rank_whose_flags_can_never_work_ends_its_command_for_good(start: Star
     assert router.child.status == BAD_FLAG and "--context-tokens" in router.child.account()
 
 
-def drained(events: "queue.SimpleQueue[ChildEvent]") -> list[ChildEvent]:
+def drained(events: "queue.SimpleQueue[RoleEvent]") -> list[RoleEvent]:
     return [events.get_nowait() for _ in range(events.qsize())]

@@ -13,7 +13,7 @@ import pytest
 from common.errors import ConfigError
 from common.processes.child import Exited, Progress, Ready, Reported
 from launch import ray_fleet
-from launch.child import ChildEvent
+from launch.child import RoleEvent
 from launch.fleet_options import Bundle, RayConfig, bundles_of, check_gpus
 from launch.main import main
 from launch.ray_fleet import Ended, HostEvent, HostLost, RankHost, RayInstance
@@ -124,12 +124,12 @@ class Life:
     """An instance on these hosts, and the events that it told."""
 
     def __init__(self, *hosts: FakeHost, full: bool = False) -> None:
-        self._events: queue.SimpleQueue[ChildEvent] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[RoleEvent] = queue.SimpleQueue()
         self.instance = RayInstance("decode-0", "decode", ["--tp=4"], FakePlace(*hosts, full=full), self._events.put)
         if not full:
             assert all(host.running.wait(PATIENCE_S) for host in hosts if host.lets_start.is_set())
 
-    def next(self) -> ChildEvent:
+    def next(self) -> RoleEvent:
         return self._events.get(timeout=PATIENCE_S)
 
     def end(self) -> Exited:

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from common.processes.child import Broken, Exited, Progress, Ready, Reported
-from launch.child import BAD_FLAG, ChildEvent
+from launch.child import BAD_FLAG, RoleEvent
 from launch.supervisor import GivenUp, SupervisedChild, Supervisor
 
 PARTS = (
@@ -164,6 +164,6 @@ def test_during_the_first_start_any_end_is_the_end_of_all(status: int) -> None:
 
 
 @pytest.mark.parametrize("event", [Reported("decode-0", Progress(text="x")), Reported("decode-0", Broken(reason="x"))])
-def test_what_a_child_says_before_it_ends_calls_for_nothing(watched: Watched, event: ChildEvent) -> None:
+def test_what_a_child_says_before_it_ends_calls_for_nothing(watched: Watched, event: RoleEvent) -> None:
     watched.supervisor.turn(event, watched.now)
     assert not watched.told and not watched.starts and watched.supervisor.next_deadline() is None

@@ -6,6 +6,7 @@ does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -31,6 +32,13 @@ def undisturbed(
     adapter: Digest = NO_DIGEST,
 ) -> list[int]:
     """The tokens that any fleet with these weights and this adapter must answer, if nothing but their number ends the answer."""
+    return list(_undisturbed(tuple(prompt), max_tokens, temperature, seed, weights, adapter))
+
+
+@lru_cache(maxsize=4096)
+def _undisturbed(
+    prompt: tuple[int, ...], max_tokens: int, temperature: float, seed: int, weights: Digest, adapter: Digest
+) -> list[int]:
     executor = ToyExecutor(CONTEXT_PAGES, 1, weights=weights)
     executor.held.add(adapter)
     ids: Int32Array = np.array(prompt, dtype=np.int32)

@@ -178,8 +178,8 @@ class ToyFleet(SimulatedFleet[ToyInstance, ToyRouter]):
         return self.make_toy(clock, None)
 
     def make_toy(self, clock: LocalClock, ranks: ToyRanks | None) -> ToyExecutor:
-        pace = Pace(self.size.cost, clock)
-        return ToyExecutor(self.size.pages, self.size.rows, pace, prepare_s=self.size.prepare_s, ranks=ranks)
+        pace, size = Pace(self.size.cost, clock), self.size
+        return ToyExecutor(size.pages, size.rows, pace, prepare_s=size.prepare_s, kv_heads=size.kv_heads, ranks=ranks)
 
     def make_transport(self, wake: Callable[[], None]) -> Transport:
         return MemoryTransport(self.memory)
@@ -292,7 +292,8 @@ class ToyFleet(SimulatedFleet[ToyInstance, ToyRouter]):
 
     def is_home(self) -> bool:
         """Every page in its pool, no request anywhere."""
+        if any(each.alive and len(each.core.requests) for each in self.routers):
+            return False
         loads = [instance.scheduler.report().load for instance in self.instances.values()]
         pages = all(load.pages_free == load.pages_total for load in loads)
-        idle = all(load.waiting_requests + load.running_requests + load.reservations == 0 for load in loads)
-        return pages and idle and not any(each.alive and len(each.core.requests) for each in self.routers)
+        return pages and all(load.waiting_requests + load.running_requests + load.reservations == 0 for load in loads)

@@ -4,6 +4,7 @@ Owns what is drawn. Makes everything from the types of the messages, so a new me
 no process: whoever draws says which names, lives, requests and addresses there are.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -20,6 +21,7 @@ ABSURD_NUMBERS = [float("nan"), float("inf"), float("-inf"), 1e300]
 ABSURD_INTEGERS = [2**63, 2**64 - 1]
 TEXTS = ["", "a", "é" * 50, "x" * 2000, "\x00", "../..", "{}", "[a-z]*", "cpu", "tcp://127.0.0.1:1", "ipc:///tmp/x"]
 PACKED = [b"", pack_ids([300] * 20), pack_ids([5, 2**31 - 1]), pack_ids([1, 2, 3]), pack_ids(range(8)), b"\xc1" * 40, bytes(8)]
+_type_of = functools.cache(inspect.type_info)
 FIRST_NAMES = {"id", "peer", "router", "sender"}
 LIVES = {"incarnation", "writer"}
 
@@ -49,7 +51,7 @@ class Hostile:
     def body(self, kind: type[msgspec.Struct], *, broken: bool = False) -> bytes:
         """A message. broken: it holds a value that its type does not allow, if it holds any that can be so."""
         self._broken = broken
-        return msgspec.msgpack.encode(self._draw(inspect.type_info(kind), ""))
+        return msgspec.msgpack.encode(self._draw(_type_of(kind), ""))
 
     def _draw(self, of: inspect.Type, name: str) -> Any:
         pick = self._random.choice

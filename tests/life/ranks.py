@@ -17,9 +17,9 @@ from common.messages import RankInfo
 from common.messages.ranks import RankHello, RankWelcome, ToFollower, ToLeader, rank_name
 from kv_transfer.target_ranks import RankedTransfers
 from simulation.clock import Clock, LocalClock, Loop
-from simulation.instance import Instance, Name, Process, SimulatedRank, Size
+from simulation.instance import Instance, InstanceSize, Name, Process, SimulatedRank
 from simulation.network import Network, Post
-from tests.engine.toy import ToyExecutor, ToyRanks
+from tests.engine.toy import TOY_HEADS, ToyExecutor, ToyRanks
 from tests.kv_transfer.memory import MemoryTransport
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ CLOCK_STEP_S = 37.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToySize(Size):
+class ToySize(InstanceSize):
     """What an instance is made of; its pages have 4 tokens each."""
 
     apart: bool = False
     """Each instance has a host of its own."""
     prepare_s: float = 0.0
     """How long a grammar takes to be ready."""
+    kv_heads: int = TOY_HEADS
 
 
 def rank_address(name: Name, rank: int) -> str:

@@ -1,32 +1,87 @@
 """Fleets whose instances have several ranks: answers are those of one rank, and an instance without one of its ranks ends."""
 
+from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import pytest
 
+from common.executor import Chunk, RowStart, StepPlan
 from common.instance.ranks.line import SILENCE_S
+from common.sampling_params import SamplingParams
+from tests.engine.toy import TOY_HEADS, ToyExecutor, ToyRanks
 from tests.life.expected import undisturbed
 from tests.life.fleet import ToyFleet
+from tests.life.ranks import ToySize
 
 PROMPT = list(range(10, 31))
 ANSWER = 12
-DEGREES = [degrees for degrees in product((1, 2, 4), repeat=2) if degrees != (1, 1)]
-"""The toy has two heads, so four ranks hold each of them twice."""
+DEGREES = [(*ranks, TOY_HEADS) for ranks in product((1, 2, 4), repeat=2)] + [(1, 2, 4), (2, 4, 4), (4, 2, 4), (4, 1, 1)]
+"""(ranks that compute prompts, ranks that decode, KV heads). Where there are more ranks than heads, several hold the same."""
 
 
-def fleet_of(prefill: int, decode: int, instances: int = 1) -> ToyFleet:
-    return ToyFleet(instances, instances, ranks={"prefill": prefill, "decode": decode})
+def fleet_of(prefill: int, decode: int, instances: int = 1, kv_heads: int = TOY_HEADS) -> ToyFleet:
+    return ToyFleet(instances, instances, size=ToySize(kv_heads=kv_heads), ranks={"prefill": prefill, "decode": decode})
 
 
-@pytest.mark.parametrize(("prefill", "decode"), DEGREES)
-def test_a_prompt_computed_on_some_ranks_is_decoded_on_others(prefill: int, decode: int) -> None:
-    fleet = fleet_of(prefill, decode)
-    clients = [fleet.submit(f"r{n}", PROMPT[n:], ANSWER) for n in range(3)]
+@pytest.mark.parametrize(("prefill", "decode", "kv_heads"), DEGREES)
+def test_a_prompt_computed_on_some_ranks_is_decoded_on_others(prefill: int, decode: int, kv_heads: int) -> None:
+    fleet, alone = fleet_of(prefill, decode, kv_heads=kv_heads), ToyFleet(0, 1, size=ToySize(kv_heads=kv_heads))
+    clients, expected = ([each.submit(f"r{n}", PROMPT[n:], ANSWER) for n in range(3)] for each in (fleet, alone))
     fleet.run(*clients)
-    assert [client.token_ids for client in clients] == [undisturbed(PROMPT[n:], ANSWER) for n in range(3)]
+    alone.run(*expected)
+    assert [client.token_ids for client in clients] == [client.token_ids for client in expected]
+    if kv_heads == TOY_HEADS:
+        assert [client.token_ids for client in clients] == [undisturbed(PROMPT[n:], ANSWER) for n in range(3)]
     sent, received = (fleet.instances[name].scheduler.report().counters for name in ("prefill-0", "decode-0"))
     assert fleet.observer.resumes == [] and (sent.handoffs, received.handoffs) == (3, 3), "decode took it over"
     assert sent.pages_pushed == received.pages_received and sent.bytes_pushed == received.bytes_received
+
+
+Toys = list[ToyExecutor]
+PAGES = np.array([3, 4, 20, 0, 7, 1], dtype=np.int32)
+
+
+def next_token(ranks: int, kv_heads: int, damage: Callable[[Toys], None]) -> int:
+    """The token after a prompt and its first token. damage: to the KV of the prompt, before that."""
+    group = ToyRanks(ranks, wake=lambda: None)
+    toys = [ToyExecutor(24, 2, kv_heads=kv_heads, ranks=group) for _ in range(ranks)]
+    start = RowStart(0, PAGES, SamplingParams(max_new_tokens=4))
+    prompt = StepPlan(1, starts=(start,), chunks=(Chunk(0, 0, np.array(PROMPT, dtype=np.int32), last=True),))
+    decode = StepPlan(2, decode_rows=np.zeros(1, dtype=np.int32))
+    for plan in (prompt, decode):
+        steps = [toy.launch(plan) for toy in toys]
+        results = [step.poll() for step in steps]
+        (token,) = {int(result.tokens[0]) for result in results if result is not None}
+        damage(toys)
+    return token
+
+
+def other_heads(toys: Toys) -> None:
+    toys[1].pages[PAGES] = toys[1].pages[PAGES][:, :, :, ::-1]
+
+
+def other_rank(toys: Toys) -> None:
+    toys[0].pages[PAGES], toys[1].pages[PAGES] = toys[1].pages[PAGES].copy(), toys[0].pages[PAGES].copy()
+
+
+def missing_rank(toys: Toys) -> None:
+    toys[1].pages[PAGES] = 0
+
+
+def missing_layer_of_a_rank(toys: Toys) -> None:
+    toys[0].pages[PAGES[3:], 1] = 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads", "damage"),
+    [
+        *((2, 4, damage) for damage in (other_heads, other_rank, missing_rank, missing_layer_of_a_rank)),
+        (4, 2, missing_rank),  # whose copy on another rank differs then
+    ],
+)
+def test_what_is_misplaced_among_ranks_changes_the_answer(ranks: int, kv_heads: int, damage: Callable[[Toys], None]) -> None:
+    assert next_token(ranks, kv_heads, damage) != next_token(ranks, kv_heads, lambda toys: None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -89,20 +89,13 @@ def until_it_streams(fleet: ToyFleet, client: Client, tokens: int = 5) -> None:
 
 def test_whatever_goes_wrong_each_token_comes_from_the_weights_that_its_answer_names() -> None:
     reached = Counter[str]()
-    for seed in range(12):
+    for seed in (5, 7, 8, 10):
         _, problems, counts = run_schedule(seed)
         assert not problems, f"seed {seed}: {problems}"
         reached += counts
-    wanted = {
-        "updates: recompute",
-        "updates: finish",
-        "updates: abort",
-        "failed updates",
-        "refused updates",
-        "kills",
-        "ranks killed",
-    }
-    assert wanted | {"pauses", "answers of several weights"} <= set(reached)
+    wanted = {"updates: recompute", "updates: finish", "updates: abort", "failed updates", "refused updates", "pauses"}
+    wanted |= {"kills", "ranks killed", "answers of several weights", "adapters: refused 400", "adapters: refused 503"}
+    assert wanted <= set(reached)
 
 
 def test_a_stream_goes_on_with_the_new_weights_and_says_from_which_token_on() -> None:

@@ -53,7 +53,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("router", "prefill", "decode", "kv_transfer", "engine", "common", "launch")
 ANYWHERE = "tcp://127.0.0.1:0"
 MODEL = ModelConfig()
-ENGINE = EngineConfig(device="cpu", kv_memory="16MiB", context_tokens=1024, max_running=4, chunk_tokens=64, threads=1)
+ENGINE = EngineConfig(
+    device="cpu", kv_memory="16MiB", context_tokens=1024, max_running=4, chunk_tokens=64, threads=1, grammar="off"
+)
 LIMITS = InstanceLimits(chunk_tokens=64, max_waiting=8, request_timeout_s=600.0, drain_timeout_s=30.0)
 HANG_S = 120.0
 """The walk takes a few seconds; after this it is stuck."""

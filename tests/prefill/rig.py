@@ -10,7 +10,7 @@ from common.ids import ROUTER, Generation, Incarnation, InstanceId, pack_ids, un
 from common.instance.ports import Action, Decision, RouterJoined
 from common.messages import Generate, Grant, Handoff, Reserve
 from common.messages.transfers import Push, PushDone
-from kv_transfer.handoff_reader import WRITE_LEASE_S, Digest
+from kv_transfer.handoff_reader import WRITE_LEASE_S, DigestPages
 from prefill.scheduler import PrefillScheduler
 from tests import schedulers
 from tests.builders import LAYOUT, engine, instance, limits, result
@@ -25,7 +25,7 @@ def scheduler(
     max_rows: int = 4,
     chunk_tokens: int = 8,
     max_waiting: int = 16,
-    digest: Digest | None = None,
+    digest: DigestPages | None = None,
     prefix_cache: bool = True,
 ) -> PrefillScheduler:
     bounds = limits(chunk_tokens=chunk_tokens, max_waiting=max_waiting, prefix_cache=prefix_cache)
@@ -80,7 +80,7 @@ def begun(request: Generate, made: PrefillScheduler | None = None, is_granted: b
 
 
 def pushing(
-    name: str = "a", total_pages: int = 64, chunk_tokens: int = 8, digest: Digest | None = None
+    name: str = "a", total_pages: int = 64, chunk_tokens: int = 8, digest: DigestPages | None = None
 ) -> tuple[PrefillScheduler, list[Action]]:
     """A scheduler with one request, whose only push is in flight and whose first token is out; and that push."""
     made = scheduler(total_pages, chunk_tokens=chunk_tokens, digest=digest)

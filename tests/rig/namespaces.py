@@ -4,6 +4,7 @@ Owns the namespaces while they exist. Does not know what runs in them.
 """
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import time
@@ -68,6 +69,28 @@ def await_links(spots: Iterable[Spot]) -> None:
             if time.monotonic() > until:
                 raise TransferError(f"the link of namespace {spot.name} does not come up")
             time.sleep(_LOOK_S)
+
+
+def enter(name: str) -> None:
+    """From now on this thread is in the namespace, and so are threads and processes that it starts. Raises OSError."""
+    with open(f"/run/netns/{name}") as there:
+        _enter(there.fileno())
+
+
+@contextlib.contextmanager
+def inside(name: str) -> Iterator[None]:
+    """This thread is in the namespace meanwhile. Raises OSError."""
+    with open("/proc/thread-self/ns/net") as home:
+        enter(name)
+        try:
+            yield
+        finally:
+            _enter(home.fileno())
+
+
+def _enter(descriptor: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _ip(*words: str) -> str:

@@ -1,5 +1,6 @@
 """A router core with linked instances, an outbox and a clock turned by hand: for tests that are lists of messages."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Self
 
@@ -28,6 +29,7 @@ from common.messages import (
 from common.sampling_params import SamplingParams
 from router.core import RouterCore
 from router.fleet import Members
+from router.members import Member
 from router.placement import Placer
 from router.requests import ClientRequest, RequestSpec
 from tests.builders import instance, key
@@ -96,6 +98,7 @@ class Bench:
         for send in sends:
             if isinstance(send.message, Probe):
                 self.probe_round = send.message.round
+        self._check_books()
         return sends
 
     def join(self, member: InstanceInfo, now: float) -> list[Send]:
@@ -116,7 +119,23 @@ class Bench:
             by_name: dict[str, Life] = {member.info.id: member.life for member in self.core.fleet.members()}
             for decode in message.decodes[:1]:
                 assert self.placed(by_name[to], by_name[decode], now, message.key) == []
+        self._check_books()
         return sends
+
+    def _check_books(self) -> None:
+        """The members carry exactly the tokens of what is open, and expect what is still to come. Choices share their prompt, so
+        only a request of one choice is looked at, while it is alone."""
+        assigned, growth = Counter[Member](), Counter[Member]()
+        if len(self.core.requests) > 1 or self.client.unended > 1:
+            return
+        for record in self.core.requests.records():
+            if (attempt := record.attempt) is not None:
+                later = attempt.decode or (attempt.candidates or (attempt.first,))[0]
+                for member in {attempt.first, later} if attempt.tokens == 0 else {later}:
+                    assigned[member] += record.prompt_tokens
+                growth[later] += record.remaining_tokens
+        for member in self.core.fleet.members():
+            assert (member.assigned_tokens, member.growth_tokens) == (assigned[member], growth[member])
 
     def placed(self, by: Life, decode: Life, now: float, of: AttemptId = DEFAULT) -> list[Send]:
         """A prefill instance says that this decode instance has granted the attempt's reservation."""

@@ -2,18 +2,51 @@
 
 import asyncio
 import json
+import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 
+from common.access import Access, KeyRing, read_access
+from common.config import AccessConfig
 from common.messages import Generate
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 JSON = {"content-type": "application/json"}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+THOUGHT = "<think>\nwhich city?\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+"""What models write that think, and call a tool."""
+ALICE, BOB, CONTROL = (f"{name}-0123456789abcdef" for name in ("alice", "bob", "control"))
+"""Keys: two of the API, and the one of control."""
+
+
+def keyed(*origins: str) -> Access:
+    return Access(KeyRing({ALICE: "alice", BOB: "bob"}), KeyRing({CONTROL: "control"}), origins=origins)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def certified(folder: Path) -> Access:
+    """TLS with a certificate for this host, which is in the folder as `cert`."""
+    cert, key = str(folder / "cert"), str(folder / "key")
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*new, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return read_access(AccessConfig(tls_cert=cert, tls_key=key))
+
+
+def openai_to(port: int, key: str = "none") -> openai.AsyncOpenAI:
+    """A client of the router at this port. To read the certificates of the world would take 50 ms each time."""
+    url, carrier = f"http://127.0.0.1:{port}/v1", openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=20, http_client=carrier)
 
 
 @asynccontextmanager
@@ -21,7 +54,7 @@ async def openai_client(fleet: EchoFleet | None = None, **site_options: Any) -> 
     async with (
         Site(fleet, **site_options) as site,
         listening(site) as port,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=20) as client,
+        openai_to(port) as client,
     ):
         yield client
 
@@ -31,21 +64,29 @@ async def anthropic_client(fleet: EchoFleet | None = None, **site_options: Any) 
     async with (
         Site(fleet, **site_options) as site,
         listening(site) as port,
-        anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0, timeout=20) as client,
+        anthropic.DefaultAsyncHttpxClient(verify=False) as carrier,
+        anthropic.AsyncAnthropic(
+            base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0, timeout=20, http_client=carrier
+        ) as client,
     ):
         yield client
-
-
-def message(text: str = "hello", **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 5} | fields
 
 
 def chat(text: str = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 5} | fields
 
 
+message = chat
+"""The body of POST /v1/messages is the same."""
+
+
 def completion(prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 5} | fields
+
+
+def prompt(text: Any = "hello", tokens: int = 3, **fields: Any) -> dict[str, Any]:
+    """The body of POST /generate."""
+    return {"text": text, "sampling_params": {"max_new_tokens": tokens}} | fields
 
 
 def usage(prompt: int, answer: int, cached: int = 0) -> dict[str, Any]:

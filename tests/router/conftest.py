@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from router.api import app, batches, stored_responses
 from tests.router.bench import D0, P0, Bench
 from tests.router.fakes import Site
 
@@ -12,6 +13,15 @@ from tests.router.fakes import Site
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _stores_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits a second for the next beat, nor seconds for what will not end."""
+    times = {app: ("BEAT_S", "END_S"), batches: ("LONGEST_RETRY_S",), stored_responses: ("ELSEWHERE_S",)}
+    for module, names in times.items():
+        for name in names:
+            monkeypatch.setattr(module, name, 0.1)
 
 
 @pytest.fixture

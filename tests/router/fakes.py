@@ -19,8 +19,7 @@ from unittest import mock
 
 import httpx
 import numpy as np
-from fastapi.dependencies.models import Dependant
-from fastapi.dependencies.utils import get_dependant
+from fastapi.routing import APIRoute, request_response
 from msgspec.structs import replace
 
 from common.access import OPEN, Access
@@ -56,6 +55,7 @@ from common.messages.variants import DoTask, LeaveGroup, TaskDone
 from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import ChatOptions, TokenizerManager
 from router.api.app import Api, build_app
+from router.api.description import Handler, StrictRoute
 from router.api.intake import Intake
 from router.api.server import MAX_BODY_BYTES, WaitingConnections, listen, serve_app
 from router.core import Gateway, RouterCore
@@ -354,15 +354,26 @@ def intake_of(core: RouterCore, tokenizer: CharTokenizer, config: RouterConfig) 
     return Intake(core, cast(TokenizerManager, tokenizer), MODEL, config)
 
 
-_dependants: dict[tuple[str, CodeType], Dependant] = {}
+_routes: dict[tuple[str, str, CodeType], APIRoute] = {}
 
 
-def dependant_of(*, path: str, call: Any, **options: Any) -> Dependant:
-    """What FastAPI reads of a route's signature, read once for all sites: it took most of the time of most tests here."""
-    key = path, inspect.unwrap(call).__code__
-    if key not in _dependants:
-        _dependants[key] = get_dependant(path=path, call=call, **options)
-    return dataclasses.replace(_dependants[key], call=call)
+class ReadOnce(StrictRoute):
+    """A route of which FastAPI reads the signature once for all sites: that took most of the time of most tests here."""
+
+    def __init__(self, path: str, endpoint: Handler, **options: Any) -> None:
+        key = path, str(options["methods"]), inspect.unwrap(endpoint).__code__
+        if key not in _routes:
+            super().__init__(path, endpoint, **options)
+            _routes[key] = self
+            return
+        vars(self).update(vars(_routes[key]), endpoint=endpoint)
+
+        async def first(*asked: Any) -> None:
+            self.dependant = dataclasses.replace(self.dependant, call=endpoint)
+            self.app = request_response(self.get_route_handler())
+            await self.app(*asked)
+
+        self.app = first
 
 
 class Site:
@@ -387,7 +398,7 @@ class Site:
         self.intake = intake_of(self.core, CharTokenizer(chat_template, fleet.context_tokens), config)
         config = dataclasses.replace(config, max_body=str(max_body_bytes))
         self.api = api = Api(self.gateway, self.intake, self.metrics, MODEL, config, embedding)
-        with mock.patch("fastapi.routing.get_dependant", dependant_of):
+        with mock.patch("router.api.description.StrictRoute", ReadOnce):
             self.app = build_app(api, self.metrics, access, (config.host,))
         fleet.gateway = self.gateway
         self._working = api.working()

@@ -14,9 +14,9 @@ import pytest
 from common.access import OPEN, Access, KeyRing
 from common.text.embedding import EmbeddingMode
 from router.api import batches
-from tests.router.calls import completion, sent_to_fleet, until
+from tests.router.calls import ALICE, BOB, completion, keyed, openai_to, sent_to_fleet, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
-from tests.router.test_stored_responses import KEYS, config, keyed, storing
+from tests.router.test_stored_responses import config, storing
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -73,7 +73,7 @@ async def test_a_line_gets_the_answer_that_its_body_gets_by_itself(tmp_path: Pat
     async with (
         Site(config=config(tmp_path), embedding=EmbeddingMode("last", True, 2)) as site,
         listening(site) as port,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+        openai_to(port) as client,
     ):
         batch = await begun(client, lines([body, body], url), url)
         assert (batch.status, batch.output_file_id, batch.metadata) == ("validating", None, {"a": "b"})
@@ -249,7 +249,7 @@ async def test_a_draining_router_leaves_its_batch_to_another_one(tmp_path: Path)
 async def test_files_and_batches_are_for_the_key_that_made_them_and_keys_share_the_work(tmp_path: Path) -> None:
     access = keyed()
     async with storing(tmp_path, EchoFleet(stall_at=3), access=access, batch_requests=6) as (site, client_of):
-        alice, bob = client_of("alice"), client_of("bob")
+        alice, bob = client_of(ALICE), client_of(BOB)
         batch = await begun(alice, lines(prompts(50)))
         await until(lambda: len(site.core.requests) == 5)
         assert {record.spec.owner for record in site.core.requests.records()} == {"alice"}
@@ -273,11 +273,11 @@ async def test_a_key_that_is_taken_away_ends_what_its_batch_may_ask(tmp_path: Pa
     async with storing(tmp_path, EchoFleet(stall_at=3), access=keyed(), batch_requests=1) as (site, client_of):
         batch = await begun(client_of(), lines(prompts(3)))
         await until(lambda: len(site.core.requests) == 1)
-    access = Access(KeyRing({KEYS["bob"]: "bob"}))
+    access = Access(KeyRing({BOB: "bob"}))
     async with storing(tmp_path, life="router-b", access=access) as (site, client_of):
         await until(lambda: b'status="401"' in site.metrics.text())
         assert access.api_keys is not None
-        access.api_keys.replace({KEYS["alice"]: "alice"})
+        access.api_keys.replace({ALICE: "alice"})
         batch = await ended(client_of(), batch)
         refused = await rows(client_of(), batch.error_file_id)
     assert refused and {row["response"]["status_code"] for row in refused} == {401}
@@ -335,7 +335,7 @@ async def test_a_large_file_comes_back_as_it_went_or_breaks_off_where_it_is_dele
     async with (
         Site(config=config(tmp_path), max_body_bytes=2**25) as site,
         listening(site) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", headers=headers) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", headers=headers, verify=False) as client,
     ):
         made = (await client.post("/files", data={"purpose": "batch"}, files={"file": ("a", content)})).json()
         assert made["bytes"] == len(content) and (await client.get(f"/files/{made['id']}/content")).content == content

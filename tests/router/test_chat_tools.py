@@ -15,18 +15,13 @@ from msgspec.structs import replace
 
 from common.messages import ExpectAnswer
 from router.api.chat import call_for_template
-from tests.router.calls import assert_error, chat, openai_client, post, sent_to_fleet
+from tests.router.calls import CALL, SCHEMA, THOUGHT, assert_error, chat, openai_client, post, sent_to_fleet
 from tests.router.fakes import MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = "{{ tools }} <tool_call> <think> {{ enable_thinking }}"
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": SCHEMA}}]
-THOUGHT = "<think>\nwhich city?\n</think>\n\n"
-CALLS = (
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-)
+CALLS = CALL + "\n" + CALL.replace("Oslo", "Rome")
 
 
 @pytest.fixture
@@ -154,16 +149,8 @@ async def test_what_the_client_parsed_of_an_answer_may_be_sent_back_with_it(clie
     asked = asking(CALLS, tools=tools)
     async with client.chat.completions.stream(**asked) as stream:
         message = (await stream.get_final_completion()).choices[0].message
-    assert [call.function.parsed_arguments for call in message.tool_calls or []] == [
-        Weather(city="Oslo"),
-        Weather(city="Rome"),
-    ]
-    talk = [
-        *asked["messages"],
-        message,
-        message.model_dump() | {"parsed": {"city": "Oslo"}},
-        {"role": "user", "content": "!"},
-    ]
+    assert [call.function.parsed_arguments for call in message.tool_calls or []] == [Weather(city="Oslo"), Weather(city="Rome")]
+    talk = [*asked["messages"], message, message.model_dump() | {"parsed": {"city": "Oslo"}}, {"role": "user", "content": "!"}]
     await client.chat.completions.create(**asked | {"messages": talk, "max_tokens": 1})
 
 

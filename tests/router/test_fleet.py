@@ -1,21 +1,42 @@
 """Membership as lists of messages and the messages that answer them; and members that left or fell silent.
 
-These are remembered, and for a while they can be reached.
+These are remembered, and for a while they can be reached. Also what a router says of deleting an instance, and that an older
+release is not told what it does not know.
 """
 
+import asyncio
 from functools import partial
 
 import pytest
 from msgspec.structs import replace
 
-from common.ids import ROUTER, Incarnation, InstanceId
+from common.errors import Conflict, NotFound, TandemError
+from common.ids import ROUTER, Incarnation, InstanceId, Life
 from common.instance.ports import Send
-from common.messages import Drain, Goodbye, InstanceInfo, Load, Peers, Refused, Register, Welcome
-from router.fleet import DEPARTED_REMEMBERED, LEFT_ROUTE_S, REPLACED_REMEMBERED, SILENT_ROUTE_S, Members
+from common.messages import (
+    SINCE,
+    WIRE_VERSION,
+    DoTask,
+    Drain,
+    Finished,
+    Goodbye,
+    InstanceInfo,
+    Load,
+    Peers,
+    Refused,
+    Register,
+    TextBatch,
+    TextDelta,
+    Welcome,
+)
+from common.messages.variants import LeaveGroup, ReadWeight, Task
+from router import fleet as router_fleet
+from router.fleet import LEFT_ROUTE_S, REPLACED_REMEMBERED, SILENT_ROUTE_S, Members
 from tests.builders import instance
 from tests.router import bench
 from tests.router.bench import D0, D1, P0
-from tests.router.fakes import beat, flush, hear
+from tests.router.calls import completion, get, post, until
+from tests.router.fakes import EchoFleet, Site, beat, flush, hear
 
 DEAD_AFTER_S = 4.0
 new_fleet = partial(bench.new_fleet, linked=False, dead_after_s=DEAD_AFTER_S)
@@ -269,15 +290,15 @@ def test_a_broken_connection_gives_no_member_more_time_and_a_stranger_none() -> 
 def test_members_of_a_large_fleet_report_more_rarely_but_several_times_before_they_could_be_taken_for_dead() -> None:
     fleet = new_fleet()
     paces = []
-    for number in range(2_000):
+    for number in range(1_400):
         (greeting,) = fleet.register(Register(instance=instance(f"d{number}", "decode")), 0.0).sends
         assert isinstance(greeting.message, Welcome)
         paces.append(greeting.message.heartbeat_s)
     assert paces[:500] == 500 * [0.5] and paces[999] == 1.0
     assert paces == sorted(paces) and paces[-1] == DEAD_AFTER_S / 3
-    for number in range(1_990):
+    for number in range(1_390):
         fleet.goodbye(Goodbye(id=InstanceId(f"d{number}"), incarnation=Incarnation("1")), 1.0)
-    (answer,) = fleet.heartbeat(beat(instance("d1999", "decode")), 100.0).sends
+    (answer,) = fleet.heartbeat(beat(instance("d1399", "decode")), 100.0).sends
     assert isinstance(answer.message, Welcome) and answer.message.heartbeat_s == 0.5
 
 
@@ -315,11 +336,124 @@ def test_of_a_whole_fleet_that_falls_silent_at_once_all_can_be_reached_and_the_d
     assert [member.told_to_drain for member in fleet.members()] == [True]
 
 
-def test_how_many_departures_are_remembered_is_bounded() -> None:
+def test_how_many_departures_are_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_fleet, "DEPARTED_REMEMBERED", 5)
     fleet = new_fleet()
-    for number in range(DEPARTED_REMEMBERED + 1):
+    for number in range(6):
         life = instance(f"d{number}", "decode")
         fleet.register(Register(instance=life), 1.0)
         fleet.goodbye(Goodbye(id=life.id, incarnation=life.incarnation), 1.0)
-    assert len(fleet.departed) == DEPARTED_REMEMBERED
+    assert len(fleet.departed) == 5
     assert (InstanceId("d0"), None) in fleet.take_moves()
+
+
+# --- what may be deleted, and older releases ------------------------------------------------------------------------------------
+
+
+HOME = Load(pages_free=64, pages_total=64, pages_cached=10)
+"""All pages are at home; some of them hold KV that may be hit again."""
+
+
+@pytest.fixture
+def drained(fleet: Members) -> Members:
+    fleet.drain(D0.id, 1.0)
+    return fleet
+
+
+def reasons(fleet: Members, load: Load = HOME, *, draining: bool = True) -> list[str]:
+    fleet.heartbeat(beat(D0, load, draining), 1.1)
+    return fleet.why_keep(D0.id)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_an_idle_instance_is_needed_until_it_says_that_it_drains(told: bool) -> None:
+    fleet = new_fleet(P0, D0)
+    if told:
+        fleet.drain(D0.id, 1.0)
+    assert reasons(fleet, draining=False) == ["it does not drain: POST /cluster/d0/drain"]
+    assert reasons(fleet) == []
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (replace(HOME, waiting_requests=2), "2 requests wait there"),
+        (replace(HOME, running_requests=1), "1 requests run there"),
+        (replace(HOME, reservations=3), "3 reservations wait for their handoff"),
+        (replace(HOME, pushes_in_flight=4), "4 pushes are in flight"),
+        (replace(HOME, pages_free=60, pages_quarantined=4), "4 pages are in use"),
+    ],
+)
+def test_what_is_left_there_is_named_whichever_routers_it_is(drained: Members, load: Load, reason: str) -> None:
+    assert reasons(drained, load) == [reason]
+    assert reasons(drained) == []
+
+
+def test_a_new_life_of_its_name_is_judged_and_not_the_former_one(drained: Members) -> None:
+    assert reasons(drained) == []
+    drained.register(Register(instance=replace(D0, incarnation=Incarnation("2"))), 2.0)
+    assert drained.why_keep(D0.id)[0].startswith("it does not drain")
+
+
+@pytest.mark.parametrize(
+    ("goodbye", "told"),
+    [
+        (Goodbye(id=D0.id, incarnation=D0.incarnation, is_quiet=True), []),
+        (Goodbye(id=D0.id, incarnation=D0.incarnation), ["it is gone (left), and has not said that its transfers have ended"]),
+        (
+            Goodbye(id=D0.id, incarnation=D0.incarnation, reason="rank 1 ended"),
+            ["it is gone (rank 1 ended), and has not said that its transfers have ended"],
+        ),
+    ],
+    ids=["quiet", "an older version", "failed"],
+)
+def test_of_an_instance_that_has_left_its_last_word_counts(drained: Members, goodbye: Goodbye, told: list[str]) -> None:
+    drained.goodbye(goodbye, 2.0)
+    assert drained.why_keep(D0.id) == told
+
+
+def test_what_is_not_known_of_an_instance_that_died_is_no(drained: Members) -> None:
+    assert reasons(drained) == []
+    drained.tick(DEAD_AFTER_S + 2.0)
+    assert drained.why_keep(D0.id) == ["it is gone (not heard of in time), and has not said that its transfers have ended"]
+    with pytest.raises(NotFound, match="'d9'"):
+        drained.why_keep(InstanceId("d9"))
+
+
+@pytest.mark.anyio
+async def test_the_page_tells_whether_and_why_not() -> None:
+    async with Site(EchoFleet(stall_at=3)) as site:
+        fleet, decode, records = site.fleet, site.fleet.decode, site.core.requests.records
+        assert (await get(site, "/cluster/d9/safe_to_delete")).status_code == 404
+        answer = asyncio.create_task(post(site, "/v1/completions", completion()))
+        await until(lambda: any(len(record.token_ids) == 3 for record in records()))
+        await post(site, "/cluster/d0/drain", {})
+        fleet.say(beat(decode, HOME, draining=True))
+        await until(lambda: next(site.core.fleet.members("decode")).reports_draining)
+        page = (await get(site, "/cluster/d0/safe_to_delete")).json()
+        assert page == {"id": "d0", "safe_to_delete": False, "reasons": ["1 requests of this router are assigned to it"]}
+        (record,) = records()
+        assert record.attempt is not None
+        rest = TextDelta(record.attempt.key, 3, tuple(map(ord, "lo")), "lo", Finished(reason="length"))
+        fleet.say(TextBatch(deltas=(rest,)))
+        assert (await answer).status_code == 200
+        assert (await get(site, "/cluster/d0/safe_to_delete")).json() == {"id": "d0", "safe_to_delete": True, "reasons": []}
+
+
+def test_a_task_that_an_older_release_does_not_know_is_refused_by_name_and_others_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(SINCE, "ReadWeight", WIRE_VERSION)
+    fleet = new_fleet(P0, replace(D0, wire_version=WIRE_VERSION - 1))
+    outcome: list[dict[Life, str] | TandemError] = []
+
+    def begin(task: Task) -> list[str]:
+        tasks = {member.life: task for member in fleet.members()}
+        return [send.to for send in fleet.tasks.begin(tasks, outcome.append, 9.0) if isinstance(send.message, DoTask)]
+
+    with pytest.raises(
+        Conflict, match=f"d0 has wire version {WIRE_VERSION - 1}, and ReadWeight came with {WIRE_VERSION}"
+    ) as refused:
+        begin(ReadWeight(name="w", rows=1))
+    assert refused.value.status == 409 and not outcome
+    assert begin(LeaveGroup(group="g")) == ["p0", "d0"]

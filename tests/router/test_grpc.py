@@ -7,7 +7,6 @@ SGLang's below.
 import asyncio
 import dataclasses
 import re
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,27 +18,19 @@ import pytest
 
 grpc = pytest.importorskip("grpc")
 
-from common.access import Access, KeyRing, read_access  # noqa: E402
-from common.config import AccessConfig, ModelConfig, RouterConfig  # noqa: E402
+from common.config import ModelConfig, RouterConfig  # noqa: E402
 from common.errors import ConfigError  # noqa: E402
 from common.ids import ROUTER  # noqa: E402
 from common.messages import Finished, TextBatch, TextDelta  # noqa: E402
 from common.sampling_params import Grammar  # noqa: E402
 from common.text.embedding import EmbeddingMode  # noqa: E402
 from router.api import grpc_server  # noqa: E402
-from router.api.grpc_server import (  # noqa: E402
-    CLASSES,
-    HEALTH,
-    SCHEDULER,
-    read_generate_message,
-    serving_grpc,
-)
+from router.api.grpc_server import CLASSES, HEALTH, SCHEDULER, read_generate_message, serving_grpc  # noqa: E402
 from router.process import serve  # noqa: E402
-from tests.router.calls import post, sent_to_fleet, until  # noqa: E402
+from tests.router.calls import ALICE, BOB, CONTROL, certified, keyed, post, sent_to_fleet, until  # noqa: E402
 from tests.router.fakes import EchoFleet, Site  # noqa: E402
 
 pytestmark = pytest.mark.anyio
-ALICE, BOB = "a" * 20, "b" * 20
 STATUS = grpc.StatusCode
 SERVICE = f"{SCHEDULER}.SglangScheduler"
 CONFIG = RouterConfig(dead_after_s=60.0, grpc_port="0")
@@ -318,29 +309,23 @@ async def test_a_draining_router_ends_what_is_open_and_takes_no_more() -> None:
 # --- who may call, and how much ----------------------------------------------------------------------------------------------
 
 
-def access() -> Access:
-    return Access(KeyRing({ALICE: "alice", BOB: "bob"}), KeyRing({"c" * 20: "control"}))
-
-
 async def test_keys_share_the_router_and_a_flood_of_streams_leaves_room_for_another_key() -> None:
     config = dataclasses.replace(CONFIG, max_requests=10)
     async with (
-        Site(EchoFleet(stall_at=1), config, access=access()) as site,
+        Site(EchoFleet(stall_at=1), config, access=keyed()) as site,
         served(site, config) as (nobody, where),
         grpc.aio.insecure_channel(where) as channel,
     ):
         alice, bob = Client(channel, ALICE), Client(channel, BOB)
-        for stranger in (nobody, Client(channel, "d" * 20), Client(channel, "c" * 20)):
+        for stranger in (nobody, Client(channel, "d" * 20), Client(channel, CONTROL)):
             assert (await refusal(stranger.all_of(ask()))).code() == STATUS.UNAUTHENTICATED
             assert (await refusal(stranger.call("Abort", request_id="x"))).code() == STATUS.UNAUTHENTICATED
         assert (await nobody.call("HealthCheck")).healthy
-        flood = [asyncio.create_task(alice.all_of(ask(request_id="hers", stream=True))) for _ in range(400)]
-        await until(lambda: sum(task.done() for task in flood) == 400 - len(site.core.requests) > 0)
+        flood = [asyncio.create_task(alice.all_of(ask(request_id="hers", stream=True))) for _ in range(200)]
+        await until(lambda: sum(task.done() for task in flood) == 200 - len(site.core.requests) > 0)
         codes = {task.exception().code() for task in flood if task.done()}  # type: ignore[union-attr]
-        assert codes <= {
-            STATUS.RESOURCE_EXHAUSTED,
-            STATUS.UNAVAILABLE,
-        }  # the latter: before the client knows the connection's bound
+        # UNAVAILABLE: before the client knows the connection's bound
+        assert codes <= {STATUS.RESOURCE_EXHAUSTED, STATUS.UNAVAILABLE}
         assert 0 < len(site.core.requests) < 10
         of_bob = asyncio.create_task(bob.all_of(ask(request_id="his"), metadata=(("x-api-key", BOB),)))
         await until(lambda: any(record.spec.owner == "bob" for record in site.core.requests.records()))
@@ -354,7 +339,7 @@ async def test_keys_share_the_router_and_a_flood_of_streams_leaves_room_for_anot
 async def test_strangers_who_connect_or_begin_health_checks_delay_no_key() -> None:
     config = dataclasses.replace(CONFIG, max_requests=10)
     async with (
-        Site(config=config, access=access(), max_body_bytes=2**24) as site,
+        Site(config=config, access=keyed(), max_body_bytes=2**24) as site,
         served(site, config) as (_, where),
         grpc.aio.insecure_channel(where) as channel,
         grpc.aio.insecure_channel(where, (("a", 1),)) as other,
@@ -373,13 +358,9 @@ async def test_strangers_who_connect_or_begin_health_checks_delay_no_key() -> No
 
 
 async def test_tls_is_that_of_http(tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert", tmp_path / "key"
-    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*new, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    shown = read_access(AccessConfig(tls_cert=str(cert), tls_key=str(key)))
-    async with Site(access=shown) as site, served(site) as (plain, where):
-        async with grpc.aio.secure_channel(where, grpc.ssl_channel_credentials(cert.read_bytes())) as channel:
+    async with Site(access=certified(tmp_path)) as site, served(site) as (plain, where):
+        trusting = grpc.ssl_channel_credentials((tmp_path / "cert").read_bytes())
+        async with grpc.aio.secure_channel(where, trusting) as channel:
             *_, last = await Client(channel).all_of(ask(stream=True))
             assert bytes(last.complete.output_ids) == b"hel"
         assert (await refusal(plain.all_of(ask()))).code() == STATUS.UNAVAILABLE

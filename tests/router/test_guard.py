@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,44 +16,23 @@ import openai
 import pytest
 from fastapi.routing import APIRoute
 
-from common.access import Access, KeyRing, read_access
-from common.config import AccessConfig, RouterConfig
+from common.access import Access, KeyRing
+from common.config import RouterConfig
 from router.api.description import REFUSED, UNSERVED
-from tests.router.calls import JSON, assert_error, chat, completion, until
+from tests.router.calls import ALICE, BOB, CONTROL, JSON, assert_error, bearer, certified, chat, completion, keyed, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
-ALICE, BOB, CONTROL = "a" * 20, "b" * 20, "c" * 20
-
-
-def access() -> Access:
-    return Access(KeyRing({ALICE: "alice", BOB: "bob"}), KeyRing({CONTROL: "control"}))
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
 NO_KEY_NEEDED = {"/health", "/health_generate", "/ready", "/ping", "/metrics"}
 CONTROLLED = (
-    *("/cluster", "/flush_cache", "/reset_prefix_cache", "/pause", "/continue_", "/resume", "/is_"),
-    *("/sleep", "/wake_up", "/pd_role_switch"),
-    *(
-        "/update_weight",
-        "/weight_",
-        "/get_weight",
-        "/init_weights_",
-        "/destroy_weights_",
-        "/load_lora",
-        "/unload_lora",
-        "/v1/load_lora",
-        "/v1/unload_lora",
-    ),
+    *("/cluster", "/flush_cache", "/reset_prefix_cache", "/pause", "/continue_", "/resume", "/is_", "/sleep", "/wake_up"),
+    *("/pd_role_switch", "/update_weight", "/weight_", "/get_weight", "/init_weights_", "/destroy_weights_"),
+    *("/load_lora", "/unload_lora", "/v1/load_lora", "/v1/unload_lora"),
 )
 
 
 async def test_every_route_refuses_a_request_without_its_key_and_lets_no_other_key_in() -> None:
-    async with Site(access=access()) as site, site.client() as client:
+    async with Site(access=keyed()) as site, site.client() as client:
         for route in [route for route in site.app.routes if isinstance(route, APIRoute)]:
             right = CONTROL if route.path.startswith(CONTROLLED) else ALICE
             wrong = {CONTROL: ALICE, ALICE: "d" * 20 if route.path.startswith("/requests/") else CONTROL}[right]
@@ -73,7 +51,7 @@ async def test_every_route_refuses_a_request_without_its_key_and_lets_no_other_k
 
 
 async def test_a_refusal_looks_as_at_openai_and_shows_no_key() -> None:
-    async with Site(access=access()) as site, site.client() as client:
+    async with Site(access=keyed()) as site, site.client() as client:
         wrong = await client.post("/v1/completions", json=completion(), headers=bearer(ALICE[:-1] + "x"))
         assert_error(wrong, 401, "invalid_request_error", None)
         assert wrong.json()["error"]["code"] == "invalid_api_key" and wrong.headers["www-authenticate"] == "Bearer"
@@ -86,7 +64,7 @@ async def test_a_refusal_looks_as_at_openai_and_shows_no_key() -> None:
 
 
 async def test_a_key_sees_the_timelines_of_its_own_requests_and_the_control_key_those_of_all() -> None:
-    async with Site(access=access()) as site, site.client() as client:
+    async with Site(access=keyed()) as site, site.client() as client:
         for key in (ALICE, BOB):
             asked = await client.post("/v1/completions", json=completion(), headers=bearer(key) | {"X-Request-Id": "mine"})
             assert asked.status_code == 200
@@ -98,7 +76,7 @@ async def test_a_key_sees_the_timelines_of_its_own_requests_and_the_control_key_
 
 
 async def test_a_key_that_floods_leaves_room_for_another_which_cannot_end_its_requests() -> None:
-    async with Site(EchoFleet(stall_at=1), RouterConfig(max_requests=10), access=access()) as site, site.client() as client:
+    async with Site(EchoFleet(stall_at=1), RouterConfig(max_requests=10), access=keyed()) as site, site.client() as client:
         flood = [asyncio.create_task(client.post("/v1/completions", json=completion(), headers=bearer(ALICE))) for _ in range(30)]
         await until(lambda: sum(task.done() for task in flood) == 30 - len(site.core.requests) > 0)
         assert 0 < len(site.core.requests) < 10
@@ -114,13 +92,8 @@ async def test_a_key_that_floods_leaves_room_for_another_which_cannot_end_its_re
 
 
 async def test_the_openai_client_streams_over_tls_and_the_head_of_a_request_is_bounded_there_too(tmp_path: Path) -> None:
-    cert, key = str(tmp_path / "cert"), str(tmp_path / "key")
-    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x"]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*new, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    tls = read_access(AccessConfig(tls_cert=cert, tls_key=key)).tls
-    trusting = ssl.create_default_context(cafile=cert)
-    ring = access()
+    tls, ring = certified(tmp_path).tls, keyed()
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "cert"))
     async with (
         Site(access=Access(ring.api_keys, ring.control_key, tls)) as site,
         listening(site) as port,
@@ -248,10 +221,9 @@ async def test_with_host_its_name_is_served_and_where_every_address_is_served_ev
 
 async def test_with_keys_the_key_is_the_guard() -> None:
     headers = {"host": "llm.example", "origin": PAGE, "sec-fetch-site": "cross-site", "content-type": "text/plain"}
-    async with Site(access=Access(KeyRing({ALICE: "alice"}), KeyRing({CONTROL: "control"}))) as site, site.client() as client:
+    async with Site(access=keyed()) as site, site.client() as client:
         assert_error(await ask(client, "POST", "/v1/completions", completion(), headers), 401, "invalid_request_error", None)
-        keyed = headers | bearer(ALICE)
-        answer = await ask(client, "POST", "/v1/completions", completion(), keyed)
+        answer = await ask(client, "POST", "/v1/completions", completion(), headers | bearer(ALICE))
         assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
         assert (await client.get("/health", headers=headers)).status_code == 200
 
@@ -261,8 +233,7 @@ async def test_a_control_key_alone_guards_what_it_opens_and_the_rest_is_guarded_
         crossing = {"origin": PAGE} | JSON
         assert_error(await ask(client, "POST", "/v1/completions", completion(), crossing), 403, "invalid_request_error", None)
         assert_error(await ask(client, "POST", "/flush_cache", None, crossing), 401, "invalid_request_error", None)
-        keyed = crossing | bearer(CONTROL)
-        assert (await ask(client, "POST", "/flush_cache", None, keyed)).status_code == 200
+        assert (await ask(client, "POST", "/flush_cache", None, crossing | bearer(CONTROL))).status_code == 200
 
 
 PREFLIGHT = {
@@ -272,11 +243,10 @@ PREFLIGHT = {
 }
 
 
-@pytest.mark.parametrize("keyed", [False, True])
-async def test_a_page_from_an_allowed_origin_asks_beforehand_without_a_key_and_then_chats(keyed: bool) -> None:
-    api, control = (KeyRing({ALICE: "alice"}), KeyRing({CONTROL: "control"})) if keyed else (None, None)
-    sends = {"origin": PAGE, "sec-fetch-site": "cross-site"} | JSON | (bearer(ALICE) if keyed else {})
-    async with Site(access=Access(api, control, origins=(PAGE,))) as site, site.client() as client:
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_a_page_from_an_allowed_origin_asks_beforehand_without_a_key_and_then_chats(has_keys: bool) -> None:
+    sends = {"origin": PAGE, "sec-fetch-site": "cross-site"} | JSON | (bearer(ALICE) if has_keys else {})
+    async with Site(access=keyed(PAGE) if has_keys else Access(origins=(PAGE,))) as site, site.client() as client:
         before = await client.options("/v1/chat/completions", headers=PREFLIGHT)
         assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, PAGE)
         assert before.headers["access-control-allow-headers"] == "authorization, content-type"
@@ -290,18 +260,19 @@ async def test_a_page_from_an_allowed_origin_asks_beforehand_without_a_key_and_t
         assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
         crossing = sends | {"origin": "http://evil.example"}
         refused = await ask(client, "POST", "/v1/chat/completions", chat(), crossing)
-        assert refused.status_code == (200 if keyed else 403) and "access-control-allow-origin" not in refused.headers
+        assert refused.status_code == (200 if has_keys else 403) and "access-control-allow-origin" not in refused.headers
 
 
 async def test_a_page_can_read_why_it_was_refused() -> None:
-    access = Access(KeyRing({ALICE: "alice"}), KeyRing({CONTROL: "control"}), origins=("*",))
-    async with (
-        Site(EchoFleet(stall_at=1), RouterConfig(max_requests=1, dead_after_s=60.0), access=access) as site,
-        site.client() as client,
-    ):
+    config = RouterConfig(max_requests=1, dead_after_s=60.0)
+    async with Site(EchoFleet(stall_at=1), config, access=keyed("*")) as site, site.client() as client:
         sends = {"origin": PAGE} | JSON
-        keyed = sends | bearer(ALICE)
-        for body, headers, status in ((completion(), sends, 401), (completion(n=99), keyed, 400), (completion(), keyed, 429)):
+        with_key = sends | bearer(ALICE)
+        for body, headers, status in (
+            (completion(), sends, 401),
+            (completion(n=99), with_key, 400),
+            (completion(), with_key, 429),
+        ):
             with site.core.requests.places.held("", 1):
                 refused = await ask(client, "POST", "/v1/completions", body, headers)
             assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (status, "*")

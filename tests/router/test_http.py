@@ -1,14 +1,15 @@
-"""The API over HTTP with a fleet that echoes: answers and errors."""
+"""The API over HTTP with a fleet that echoes: answers and errors; the id that every response carries, and a request's session."""
 
 import asyncio
 import gzip
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from common.config import RouterConfig
-from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemError, Unavailable
+from common.errors import ConfigError, DeadlinePassed, InstanceFailed, Overloaded, TandemError, Unavailable
 from common.ids import unpack_ids
 from common.messages import Failed
 from common.sampling_params import SamplingParams
@@ -232,60 +233,6 @@ async def test_without_max_tokens_a_chat_has_what_the_context_leaves_or_the_flag
 # --- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param", "says"),
-    [
-        ("/v1/chat/completions", chat(colour=1), 400, "colour", "not a known field"),
-        ("/v1/chat/completions", chat(""), 400, "messages", "empty"),
-        ("/v1/chat/completions", chat(messages=[{"role": "assistant", "content": "x"}]), 400, "messages", "template"),
-        ("/v1/chat/completions", chat(model="gpt-9"), 404, "model", "use 'echo'"),
-        ("/v1/chat/completions", chat("x" * CONTEXT), 400, "messages", f"at most {CONTEXT - 1}"),
-        ("/v1/chat/completions", chat("x" * 70_000), 400, "messages", "far longer"),
-        ("/v1/completions", completion(["x", "x" * 70_000]), 400, "prompt", "far longer"),
-        ("/v1/chat/completions", chat("x" * 100, max_tokens=29), 400, "max_tokens", "has room for 28"),
-        ("/v1/chat/completions", chat("x" * 100, max_tokens=None, max_completion_tokens=29), 400, "max_completion_tokens", "28"),
-        ("/v1/chat/completions", chat(max_tokens=0), 400, "max_tokens", "at least 1"),
-        ("/v1/chat/completions", chat(max_tokens=-(2**70)), 400, "max_tokens", "at least 1"),
-        ("/v1/chat/completions", chat(temperature=2.5), 400, "temperature", "at most 2"),
-        ("/v1/chat/completions", chat(top_p=0), 400, "top_p", "above 0"),
-        ("/v1/chat/completions", chat(top_k=-2), 400, "top_k", "at least -1"),
-        ("/v1/chat/completions", chat(min_p=1.5), 400, "min_p", "at most 1"),
-        ("/v1/chat/completions", chat(seed=2**63), 400, "seed", "at most 9223372036854775807"),
-        ("/v1/chat/completions", chat(timeout=0), 400, "timeout", "above 0"),
-        ("/v1/completions", completion(timeout=-1.5), 400, "timeout", "above 0"),
-        (
-            "/v1/completions",
-            completion(timeout=86_400.5),
-            400,
-            "timeout",
-            "at most 86400 seconds (--max-request-timeout-s), is 86400.5",
-        ),
-        ("/v1/completions", completion(timeout="1"), 400, "timeout", "expected `float"),
-        ("/v1/chat/completions", chat(priority=1001), 400, "priority", "at most 1000"),
-        ("/v1/completions", completion(priority=-1001), 400, "priority", "at least -1000"),
-        ("/v1/completions", completion(priority=0.5), 400, "priority", "expected `int"),
-        ("/v1/completions", completion(""), 400, "prompt", "empty"),
-        ("/v1/completions", completion([5, 1000]), 400, "prompt", "between 0 and 999"),
-        ("/v1/completions", completion([[5], [1000]]), 400, "prompt", "between 0 and 999"),
-        ("/v1/completions", completion([[5], []]), 400, "prompt", "empty"),
-        ("/v1/chat/completions", chat(stop_token_ids=[1000]), 400, "stop_token_ids", "between 0 and 999"),
-        ("/v1/chat/completions", chat(stop_token_ids=[65], guided_regex="A"), 400, "stop_token_ids", "65 is the text 'A'"),
-        ("/v1/completions", completion([-1]), 400, "prompt", "between 0 and 999"),
-        ("/v1/completions", completion([2**80]), 400, "prompt", "between 0 and 999"),
-        ("/v1/completions", completion(logit_bias={"1000": 1}), 400, "logit_bias", "between 0 and 999"),
-        ("/v1/completions", completion(logit_bias={"x": 1}), 400, "logit_bias", "must be token ids"),
-        ("/v1/completions", completion(min_tokens=6), 400, "min_tokens", "at most 5: lower it"),
-        ("/v1/completions", completion(bad_words=[" "]), 400, "bad_words", "no tokens"),
-    ],
-)
-async def test_a_bad_request_is_refused_by_field_and_the_next_one_is_served(
-    site: Site, path: str, body: dict[str, Any], status: int, param: str, says: str
-) -> None:
-    assert says in assert_error(await post(site, path, body), status, "invalid_request_error", param)
-    assert sent_to_fleet(site) == []
-    assert (await post(site, "/v1/chat/completions", chat())).status_code == 200
-
-
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
 async def test_a_body_that_is_encoded_is_refused(site: Site, encoding: str) -> None:
     for path in ("/v1/chat/completions", "/tokenize", "/flush_cache"):
@@ -371,11 +318,6 @@ async def test_a_failure_after_the_first_token_is_an_error_event_and_the_stream_
     assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts[:-1]) == "he"
 
 
-async def test_a_failure_of_a_whole_answer_is_its_status_however_late_it_comes() -> None:
-    async with Site(EchoFleet(fail_at=2)) as site:
-        assert_error(await post(site, "/v1/chat/completions", chat()), 500, "instance_error", None)
-
-
 @pytest.mark.parametrize("fail_at", [0, 1, 3])
 async def test_a_failed_attempt_that_can_be_resumed_is_not_seen_by_the_client(fail_at: int) -> None:
     fleet = EchoFleet(fail_at=fail_at, failed=Failed.of(Unavailable("the push failed")), failing=2)
@@ -395,3 +337,83 @@ async def test_when_one_choice_fails_the_others_are_cancelled() -> None:
     async with Site(EchoFleet(fail_at=0)) as site:
         await post(site, "/v1/chat/completions", chat(n=3))
         assert len(site.core.requests) == 0
+
+
+# --- headers --------------------------------------------------------------------------------------------------------------------
+
+
+async def post_as(site: Site, request_id: str, path: str = "/v1/completions") -> httpx.Response:
+    async with site.client() as client:
+        return await client.post(path, json=completion(), headers={"x-request-id": request_id})
+
+
+async def test_a_clients_id_comes_back_in_the_header_and_in_the_answers_id(site: Site) -> None:
+    answer = await post_as(site, "mine-1")
+    assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine-1", "cmpl-mine-1")
+    for path, status in (("/v1/nothing", 404), ("/v1/chat/completions", 400), ("/health", 405)):
+        refused = await post_as(site, "mine-2", path)
+        assert (refused.status_code, refused.headers["x-request-id"]) == (status, "mine-2")
+
+
+async def test_without_an_id_one_is_made_for_each_request(client: httpx.AsyncClient, site: Site) -> None:
+    made = [(await client.get(path)).headers["x-request-id"] for path in ("/health", "/health", "/nothing")]
+    assert len(set(made)) == 3 and all(made)
+
+
+@pytest.mark.parametrize("request_id", ["", "a b", "x" * 129, "\x7f", "\u00e9"])
+async def test_an_id_that_is_none_is_refused(client: httpx.AsyncClient, site: Site, request_id: str) -> None:
+    response = await client.post("/v1/completions", json=completion(), headers=[(b"x-request-id", request_id.encode("latin-1"))])
+    assert "visible ASCII" in assert_error(response, 400, "invalid_request_error", "X-Request-Id")
+    assert response.headers["x-request-id"] != request_id
+    assert (await post_as(site, "x" * 128)).status_code == 200
+
+
+async def test_requests_of_the_same_id_are_served_apart(site: Site) -> None:
+    answers = await asyncio.gather(*(post_as(site, "same") for _ in range(3)))
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == ["hello"] * 3
+    assert len({message.key.request_id for message in sent_to_fleet(site)}) == 3
+
+
+async def asked(config: RouterConfig, path: str = "/v1/completions", **headers: str) -> tuple[int, set[str]]:
+    """The status, and the sessions of the requests that were placed."""
+    sessions = set[str]()
+    async with Site(config=config) as site:
+        choose = site.core.requests.placer.choose
+        site.core.requests.placer.choose = lambda demand: sessions.add(demand.session) or choose(demand)  # type: ignore[method-assign, func-returns-value]
+        async with site.client() as client:
+            body = {"text": "hello"} if path == "/generate" else completion(n=2)
+            response = await client.post(path, json=body, headers=headers)
+    if response.status_code == 400:
+        assert "visible ASCII" in assert_error(response, 400, "invalid_request_error", next(iter(headers)))
+    return response.status_code, sessions
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+async def test_the_header_names_the_session_of_every_choice(path: str) -> None:
+    config = RouterConfig(decode_policy="session", dead_after_s=60.0)
+    assert await asked(config, path, **{"x-session-id": "mine"}) == (200, {"mine"})
+    assert await asked(config, path) == (200, {""})
+
+
+async def test_the_flag_says_which_header_and_a_value_that_is_no_id_is_refused() -> None:
+    config = RouterConfig(prefill_policy="session", session_header="X-Chat", dead_after_s=60.0)
+    assert await asked(config, **{"X-Chat": "mine", "X-Session-Id": "other"}) == (200, {"mine"})
+    assert await asked(config, **{"X-Chat": "two words"}) == (400, set())
+
+
+async def test_without_a_policy_that_asks_for_it_the_header_means_nothing() -> None:
+    assert await asked(RouterConfig(dead_after_s=60.0), **{"X-Session-Id": "two words"}) == (200, {""})
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"session_header": "X-Chat"}, "--session-header"),
+        ({"session_header": "a b", "decode_policy": "session"}, "--session-header"),
+        ({"dispatch": "colocated", "prefill_policy": "round_robin"}, "--prefill-policy"),
+        ({"decode_policy": "best"}, "--decode-policy"),
+    ],
+)
+async def test_flags_that_mean_nothing_are_refused(flags: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        RouterConfig(**flags)  # type: ignore[arg-type]

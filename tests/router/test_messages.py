@@ -10,7 +10,6 @@ import anthropic
 import pydantic
 import pytest
 
-from common.access import Access, KeyRing
 from common.config import RouterConfig
 from common.errors import BadRequest
 from common.messages import ExpectAnswer, Finished
@@ -20,19 +19,15 @@ from router.api.parsing.formats import HERMES, THINK, AnswerFormat
 from router.api.parsing.parser import AnswerReading
 from router.api.tools import Function
 from router.requests import ChoiceDelta
-from tests.router.calls import anthropic_client, message, post, sent_to_fleet, until
+from tests.router.calls import ALICE, CALL, SCHEMA, THOUGHT, anthropic_client, keyed, message, post, sent_to_fleet, until
 from tests.router.fakes import MODEL, CharTokenizer, EchoFleet, Site
 from tests.router.test_disconnects import RawClient
 
 pytestmark = pytest.mark.anyio
 THINKS = "{{ tools }} <tool_call> <think>"
 SWITCHES = THINKS + " {{ enable_thinking }} {{ reasoning_effort }}"
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"name": "weather", "description": "the weather", "input_schema": SCHEMA}]
-THOUGHT = "<think>\nwhich city?\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 ANSWER = THOUGHT + "Let me see.\n" + CALL + "\n" + CALL.replace("Oslo", "Rome")
-ALICE = "a-key-of-alice-0123456789"
 
 
 def asking(text: str, **fields: Any) -> Any:
@@ -94,12 +89,7 @@ async def test_a_text_whole_and_streamed() -> None:
             "content": [{"type": "text", "text": "hello"}],
             "stop_reason": "max_tokens",
             "stop_sequence": None,
-            "usage": {
-                "input_tokens": 3,
-                "cache_read_input_tokens": 2,
-                "cache_creation_input_tokens": 0,
-                "output_tokens": 5,
-            },
+            "usage": {"input_tokens": 3, "cache_read_input_tokens": 2, "cache_creation_input_tokens": 0, "output_tokens": 5},
         }
         assert whole.id == f"msg_{whole._request_id}"
         stream = await client.messages.create(**message(), stream=True)
@@ -250,35 +240,35 @@ async def test_tokens_are_counted_as_a_message_has_them() -> None:
             await client.messages.count_tokens(model="other", messages=asked["messages"])
 
 
-THINKING_CASES = [
-    ("plain", {"type": "adaptive"}, {}),
-    ("plain", {"type": "disabled"}, {}),
-    ("plain", {"type": "enabled", "budget_tokens": 2000}, "does not let the model think"),
-    (THINKS, {"type": "enabled"}, {}),
-    (THINKS, {"type": "adaptive", "budget_tokens": 0}, {}),
-    (THINKS, {"type": "disabled"}, "always lets the model think"),
-    (SWITCHES, {"type": "enabled"}, {"enable_thinking": True}),
-    (SWITCHES, {"type": "adaptive"}, {"enable_thinking": True}),
-    (SWITCHES, {"type": "disabled"}, {"enable_thinking": False}),
-    (SWITCHES, None, {}),
-]
+HIGH = {"output_config": {"effort": "high"}}
 
 
-@pytest.mark.parametrize(("template", "thinking", "expected"), THINKING_CASES)
-async def test_thinking_is_what_the_chat_template_can_do_or_refused(template: str, thinking: Any, expected: Any) -> None:
+@pytest.mark.parametrize(
+    ("template", "fields", "expected"),
+    [
+        ("plain", {"thinking": {"type": "adaptive"}}, {}),
+        ("plain", {"thinking": {"type": "disabled"}}, {}),
+        ("plain", {"thinking": {"type": "enabled", "budget_tokens": 2000}}, "does not let the model think"),
+        (THINKS, {"thinking": {"type": "enabled"}}, {}),
+        (THINKS, {"thinking": {"type": "adaptive", "budget_tokens": 0}}, {}),
+        (THINKS, {"thinking": {"type": "disabled"}}, "always lets the model think"),
+        (SWITCHES, {"thinking": {"type": "enabled"}}, {"enable_thinking": True}),
+        (SWITCHES, {"thinking": {"type": "adaptive"}}, {"enable_thinking": True}),
+        (SWITCHES, {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        (SWITCHES, {"thinking": None}, {}),
+        (THINKS, HIGH, {}),
+        (SWITCHES, HIGH, {"reasoning_effort": "high"}),
+    ],
+)
+async def test_thinking_and_effort_are_what_the_chat_template_can_do_or_refused(
+    template: str, fields: dict[str, Any], expected: Any
+) -> None:
     async with Site(chat_template=template) as site:
-        asked = read_message(json.dumps(message(thinking=thinking)).encode())
         if isinstance(expected, str):
-            refused = await post(site, "/v1/messages", message(thinking=thinking))
+            refused = await post(site, "/v1/messages", message() | fields)
             assert refused.status_code == 400 and expected in refused.json()["error"]["message"]
         else:
-            assert site.intake._chats.options(asked).arguments == expected
-
-
-async def test_effort_is_a_hint_for_templates_that_use_it() -> None:
-    for template, expected in ((THINKS, {}), (SWITCHES, {"reasoning_effort": "high"})):
-        async with Site(chat_template=template) as site:
-            asked = read_message(json.dumps(message(output_config={"effort": "high"})).encode())
+            asked = read_message(json.dumps(message() | fields).encode())
             assert site.intake._chats.options(asked).arguments == expected
 
 
@@ -339,11 +329,8 @@ async def test_a_failure_in_mid_stream_is_raised_after_the_text_before_it() -> N
 
 async def test_errors_have_the_names_that_anthropic_gives_their_statuses() -> None:
     """With keys, and with as many requests open as may be."""
-    access = Access(KeyRing({ALICE: "alice"}), KeyRing({"c" * 16: "control"}))
-    async with (
-        Site(EchoFleet(stall_at=1), RouterConfig(max_requests=1, dead_after_s=60.0), access=access) as site,
-        site.client() as client,
-    ):
+    config = RouterConfig(max_requests=1, dead_after_s=60.0)
+    async with Site(EchoFleet(stall_at=1), config, access=keyed()) as site, site.client() as client:
         key = {"x-api-key": ALICE, "anthropic-version": "2023-06-01", "anthropic-beta": "some-beta"}
 
         async def error(status: int, path: str = "/v1/messages", headers: dict[str, str] = key, **fields: Any) -> Any:
@@ -434,9 +421,7 @@ TITLE: dict[str, Any] = {
     "tools": [],
     "thinking": {"type": "disabled"},
     "metadata": {"user_id": "user_1_account__session_2"},
-    "output_config": {
-        "format": {"type": "json_schema", "schema": SCHEMA | {"additionalProperties": False}},
-    },
+    "output_config": {"format": {"type": "json_schema", "schema": SCHEMA | {"additionalProperties": False}}},
 }
 QUOTA: dict[str, Any] = {
     "model": MODEL,
@@ -462,8 +447,7 @@ HEADERS = {
 @pytest.mark.parametrize("template", [THINKS + " {{ enable_thinking }}", "{{ tools }} <tool_call>"])
 @pytest.mark.parametrize("body", [CLAUDE_CODE, TITLE, QUOTA], ids=["turn", "title", "quota"])
 async def test_what_claude_code_sends_is_served(body: dict[str, Any], template: str) -> None:
-    access = Access(KeyRing({ALICE: "alice"}), KeyRing({"c" * 16: "control"}))
-    async with Site(long_fleet(stop_at=20), chat_template=template, access=access) as site, site.client() as client:
+    async with Site(long_fleet(stop_at=20), chat_template=template, access=keyed()) as site, site.client() as client:
         answer = await client.post("/v1/messages?beta=true", json=body, headers=HEADERS)
         assert answer.status_code == 200, answer.text
         message = gathered(events_of(answer.text)) if "stream" in body else answer.json()

@@ -118,15 +118,6 @@ def test_each_newcomer_takes_one_link_at_most_from_those_that_link_to_it_and_tha
     assert drops
 
 
-def test_a_set_grows_to_twice_the_limit_at_most_or_to_the_favourites() -> None:
-    pairs = Pairs(limit=4)
-    pairs.join("p0").settle()
-    for number in range(120):
-        pairs.join(f"d{number}", f"p{1 + number}").settle()
-        wanting = {d for d in pairs.decode if "p0" in favourites_of_decode(pairs, d)} - set(favourites_of_prefill(pairs, "p0", 4))
-        assert pairs.partners_of("p0") <= max(8, 4 + len(wanting))
-
-
 def favourites_of_prefill(pairs: Pairs, prefill: str, limit: int) -> list[InstanceId]:
     return sorted(pairs.decode, key=lambda decode: rank(prefill, decode), reverse=True)[:limit]
 

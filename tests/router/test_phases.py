@@ -182,8 +182,11 @@ async def test_whatever_meets_a_request_on_its_way_it_ends_once_and_nothing_of_i
     try:
         async with Site(EchoFleet(stall_at=STALLS.get(phase)), max_body_bytes=2 * LARGE_BODY_BYTES) as site:
             scene = await reach(phase, site, stream, held, is_held)
-            await event(scene)
             core = site.core.requests
+            served = {record.attempt.key for record in core.records() if record.attempt is not None}
+            await event(scene)
+            if phase in (Phase.AWAITING, Phase.GENERATING):
+                assert site.fleet.cancelled() == served, "everybody who served it is told"
             assert (len(core), len(core.clients), len(core.places), len(site.api.admission.places)) == (0, 0, 0, 0)
             starts = [message for message in scene.client.sent if message["type"] == "http.response.start"]
             assert len(starts) <= 1, "one response"

@@ -1,6 +1,6 @@
 """The policies, each against a plain model of what it promises. Knows no fleet.
 
-The power of two choices is held against what two of three can be (`test_candidates.py` has the least loaded), round robin against
+The power of two choices is held against what two of three can be (`test_placement.py` has the least loaded), round robin against
 a sorted list of names, sessions against a ring that is written out, and cache aware against seconds that are computed by hand.
 """
 
@@ -208,12 +208,6 @@ def test_the_order_is_that_of_the_seconds_for_the_request_and_for_those_behind_i
     names = ranked(cache_aware(candidates, "prefill"), candidates, Demand(170, 8, index_of(held).match(PROMPT)))
     assert sorted(names) == sorted(seconds)
     assert [seconds[name] for name in names] == pytest.approx(sorted(seconds.values()))
-
-
-def test_in_a_crowd_the_one_that_holds_the_prompt_is_found() -> None:
-    held = {member(f"p{number:02}", load=load()): 4 if number == 42 else 0 for number in range(100)}
-    candidates = line_of(held)
-    assert ranked(cache_aware(candidates, "prefill"), candidates, Demand(170, 8, index_of(held).match(PROMPT)))[0] == "p42"
 
 
 def test_holders_that_cannot_serve_do_not_hide_one_that_can() -> None:

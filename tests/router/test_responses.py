@@ -6,17 +6,13 @@ from typing import Any
 import openai
 import pytest
 
-from common.errors import BadRequest
 from router.api.responses import read_response
-from tests.router.calls import assert_error, openai_client, post, sent_to_fleet
+from tests.router.calls import CALL, SCHEMA, THOUGHT, openai_client, post, sent_to_fleet
 from tests.router.fakes import MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = "{{ tools }} <tool_call> <think>"
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "name": "weather", "description": "the weather", "parameters": SCHEMA, "strict": False}]
-THOUGHT = "<think>\nwhich city?\n</think>\n\n"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
 
 def body(**fields: Any) -> bytes:
@@ -159,43 +155,3 @@ def test_items_become_the_messages_that_chat_templates_want() -> None:
     )
     assert request.tools.required and [one.name for one in request.tools.callable] == ["weather"]
     assert (request.max_tokens, request.max_tokens_field, request.fields.reasoning_effort) == (7, "max_output_tokens", "low")
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "says"),
-    [
-        ({"input": []}, "input", "empty"),
-        ({"input": 3}, "input", "expected"),
-        ({"input": [3]}, "input[0]", "expected `object`"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "robot"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "use input_text"),
-        (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
-            "input[0].arguments",
-            "is not JSON",
-        ),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "leave it out"),
-        ({"include": ["x"]}, "include[0]", "invalid enum value"),
-        ({"truncation": "auto"}, "truncation", "disabled"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "use function:"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
-        ({"max_tokens": 3}, "max_tokens", "not a known field"),
-        ({"n": 2}, "n", "not a known field"),
-    ],
-)
-def test_a_bad_request_is_refused_by_field_and_fix(fields: dict[str, Any], field: str, says: str) -> None:
-    with pytest.raises(BadRequest) as raised:
-        read_response(body(**fields))
-    assert (raised.value.field, says in str(raised.value)) == (field, True), str(raised.value)
-
-
-async def test_what_does_not_fit_names_the_fields_of_this_endpoint() -> None:
-    async with Site(chat_template=TEMPLATE) as site:
-        for fields, param in (
-            ({"input": "x" * 200}, "input"),
-            ({"max_output_tokens": 1000}, "max_output_tokens"),
-            ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-        ):
-            asked = {"model": MODEL, "input": "hi"} | fields
-            assert_error(await post(site, "/v1/responses", asked), 400, "invalid_request_error", param)

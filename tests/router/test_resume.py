@@ -349,6 +349,13 @@ def test_a_waiting_request_keeps_its_deadline() -> None:
     assert bench.core.requests.next_deadline() is None
 
 
+def test_of_two_times_that_are_over_at_once_one_ends_a_waiting_request() -> None:
+    bench = Bench(P0, D0, config=RouterConfig(resume_wait_s=2.0, request_timeout_s=4.0)).serving()
+    bench.leave(D0, 2.0)
+    bench.report(P0, 2.0)
+    assert bench.core.tick(4.5) == [] and len(bench.endings()) == 1
+
+
 def test_a_request_that_only_a_larger_instance_can_hold_waits_for_one() -> None:
     bench = Bench(P0, D0).serving(spec(max_new_tokens=200))
     bench.join(replace(instance("d2", "decode"), pools=(replace(D0.pools[0], total_pages=40),)), 1.0)
@@ -358,19 +365,6 @@ def test_a_request_that_only_a_larger_instance_can_hold_waits_for_one() -> None:
 
 
 # --- the books -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 3])
-def test_assigned_tokens_move_with_the_request_and_come_home(tokens: int) -> None:
-    bench = Bench(P0, D0, P1, D1).serving()
-    bench.text(0, "x" * tokens)
-    first, decode = route(bench.text(tokens, "", PUSH_FAILED))
-    expected = dict.fromkeys(("p0", "d0", "p1", "d1"), 0) | {first: 20 + tokens, str(decode): 20 + tokens}
-    assert bench.assigned() == expected
-    bench.text(tokens, "y", attempt=1)
-    assert bench.assigned() == expected | {first: 0, str(decode): 21 + tokens}
-    bench.text(tokens + 1, "z", Finished(reason="length"), attempt=1)
-    assert bench.assigned() == dict.fromkeys(("p0", "d0", "p1", "d1"), 0)
 
 
 def test_a_request_that_waits_is_not_named_again_and_then_only_its_answer_is(monkeypatch: pytest.MonkeyPatch) -> None:

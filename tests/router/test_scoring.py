@@ -1,4 +1,4 @@
-"""What peers' clients ask for besides answers: reranking, scores, other names of embeddings, SageMaker's way in, the tokenizer.
+"""What clients ask for besides answers: tokens, embeddings, reranking, scores, other names of embeddings, SageMaker's way in.
 
 The fleet's embedding of a text is 3 and its length. The likelihood of a token beside the one that is sampled, which is the first
 of the prompt, falls by e^-0.1 with each step between their ids.
@@ -10,16 +10,30 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 from fastapi.routing import APIRoute
 from msgspec.structs import replace
 from starlette.routing import Route
 
-from common.access import Access, KeyRing
 from common.messages import Generate
 from common.text.embedding import EmbeddingMode
 from router.api.description import HINTS, UNSERVED
-from tests.router.calls import assert_error, chat, completion, get, openai_client, post, sent_to_fleet, until
+from router.api.fields import MAX_CHOICES_PER_PROMPT
+from tests.router.calls import (
+    ALICE,
+    BOB,
+    assert_error,
+    bearer,
+    chat,
+    completion,
+    get,
+    keyed,
+    openai_client,
+    post,
+    sent_to_fleet,
+    until,
+)
 from tests.router.fakes import CONTEXT, MODEL, EchoFleet, Site
 
 pytestmark = pytest.mark.anyio
@@ -114,40 +128,6 @@ async def test_labels_get_their_probabilities_behind_each_item(site: Site, field
 LABELS = {"query": "a", "items": ["b"], "label_token_ids": [1]}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["x"] * 257}, "documents"),
-        ("/rerank", {"query": "a", "documents": [""]}, "documents"),
-        ("/rerank", {"query": "a"}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5}, "max_tokens_per_doc"),
-        ("/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
-        ("/rerank", {"query": "a", "documents": ["b"], "use_activation": False}, "use_activation"),
-        ("/rerank", {"query": "a", "documents": ["b"], "model": "gpt-9"}, "model"),
-        ("/score", {}, "text_1"),
-        ("/score", {"text_1": "a"}, "text_1"),
-        ("/score", {"text_1": "a", "text_2": "b", "queries": "c"}, "text_1"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": []}, "text_2"),
-        ("/score", {"text_1": "a", "text_2": "b", "apply_softmax": True}, "text_1"),
-        ("/score", {"query": "a", "items": ["b"]}, "query"),
-        ("/score", LABELS | {"items": [[1]]}, "items"),
-        ("/score", LABELS | {"items": []}, "items"),
-        ("/score", LABELS | {"label_token_ids": [1, 1]}, "label_token_ids"),
-        ("/score", LABELS | {"label_token_ids": [10**6]}, "label_token_ids"),
-        ("/score", LABELS | {"label_token_ids": []}, "label_token_ids"),
-        ("/score", LABELS | {"query": "a" * CONTEXT}, "items"),
-        ("/score", LABELS | {"query": "a" * 90_000, "items": ["b"] * 50}, "items"),
-        ("/score", {"query": [1] * CONTEXT, "items": [[1]], "label_token_ids": [1]}, "query"),
-    ],
-)
-async def test_a_bad_scoring_request_is_refused_by_field(path: str, fields: dict[str, Any], param: str) -> None:
-    async with Site(embedding=EMBEDS) as site:
-        response = await post(site, path, fields)
-    assert_error(response, 404 if param == "model" else 400, "invalid_request_error", param)
-
-
 async def test_a_model_that_judges_no_pairs_says_what_would_and_scores_labels_all_the_same(site: Site) -> None:
     for path, fields in (("/rerank", {"query": "a", "documents": ["b"]}), ("/score", {"text_1": "a", "text_2": "b"})):
         message = assert_error(await post(site, path, fields), 400, "invalid_request_error", "model")
@@ -165,17 +145,16 @@ async def test_an_instance_that_knows_no_scores_is_named_as_the_cause() -> None:
 
 
 async def test_scores_are_made_with_the_key_of_who_asks_and_aborted_by_nobody_else() -> None:
-    keys = Access(KeyRing({"a" * 20: "alice", "b" * 20: "bob"}), None)
-    async with Site(EchoFleet(stall_at=0), embedding=EMBEDS, access=keys) as site, site.client() as client:
+    async with Site(EchoFleet(stall_at=0), embedding=EMBEDS, access=keyed()) as site, site.client() as client:
 
-        async def ask(path: str, fields: dict[str, Any], key: str = "a") -> httpx.Response:
-            return await client.post(path, json=fields, headers={"Authorization": f"Bearer {key * 20}"})
+        async def ask(path: str, fields: dict[str, Any], key: str = ALICE) -> httpx.Response:
+            return await client.post(path, json=fields, headers=bearer(key))
 
         ways: list[tuple[str, dict[str, Any]]] = [("/rerank", {"query": "a", "documents": ["b"]}), ("/score", LABELS)]
         asked = [asyncio.create_task(ask(*way)) for way in ways]
         await until(lambda: len(sent_to_fleet(site)) == 3)
         assert {record.spec.owner for record in site.core.requests.records()} == {"alice"}
-        for key, aborted in (("b", 0), ("a", 3)):
+        for key, aborted in ((BOB, 0), (ALICE, 3)):
             assert (await ask("/abort_request", {"abort_all": True}, key)).json() == {"aborted": aborted}
         for response in await asyncio.gather(*asked):
             assert response.status_code == 409
@@ -300,3 +279,100 @@ async def test_log_probabilities_of_a_response_are_for_text_alone(template: str,
     async with Site(chat_template=template) as site:
         response = await post(site, "/v1/responses", {"model": MODEL, "input": "ab"} | fields)
     assert_error(response, 400, "invalid_request_error", param)
+
+
+# --- tokens and embeddings ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_text_becomes_ids_and_ids_become_the_text(site: Site) -> None:
+    tokenized = (await post(site, "/tokenize", {"prompt": "ab", "return_token_strs": True})).json()
+    assert tokenized == {"count": 2, "max_model_len": CONTEXT, "tokens": [97, 98], "token_strs": ["a", "b"]}
+    long = "x" * 5_000
+    ids = (await post(site, "/tokenize", {"prompt": long, "model": MODEL})).json()["tokens"]
+    assert (await post(site, "/detokenize", {"tokens": ids})).json() == {"prompt": long, "text": long}
+
+
+async def test_a_conversation_is_tokenized_as_a_chat_would_be(site: Site) -> None:
+    messages = [{"role": "user", "content": "ab", "refusal": None}]
+    assert (await post(site, "/tokenize", {"messages": messages})).json()["tokens"] == [97, 98]
+
+
+async def test_tools_are_tokenized_where_the_template_shows_them_also_if_the_format_of_calls_is_not_known() -> None:
+    asked = {"messages": [{"role": "user", "content": "ab"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    async with Site(chat_template="tools") as site:
+        assert (await post(site, "/tokenize", asked)).json()["count"] == 2
+        response = await post(site, "/v1/chat/completions", asked | {"model": MODEL})
+        assert "--tool-parser" in assert_error(response, 400, "invalid_request_error", "tools")
+    async with Site() as site:
+        assert "--chat-template" in assert_error(await post(site, "/tokenize", asked), 400, "invalid_request_error", "tools")
+
+
+SCALED, RAW = EmbeddingMode("mean", normalize=True, size=2), EmbeddingMode("last", normalize=False, size=2)
+
+
+async def test_each_prompt_gets_its_embedding_scaled_as_the_model_wants() -> None:
+    async with Site(embedding=SCALED) as site:
+        answer = (await post(site, "/v1/embeddings", {"model": MODEL, "input": ["abcd", "x"]})).json()
+    assert [(one["object"], one["index"]) for one in answer["data"]] == [("embedding", 0), ("embedding", 1)]
+    assert answer["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+    assert answer["data"][1]["embedding"] == pytest.approx([3 / 10**0.5, 1 / 10**0.5])
+    assert (answer["object"], answer["model"]) == ("list", MODEL)
+    assert answer["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    assert {(sent.sampling.pooling, sent.sampling.max_new_tokens, sent.decodes) for sent in sent_to_fleet(site)} == {
+        ("mean", 1, ())
+    }
+    async with Site(embedding=RAW) as site:
+        for prompt in ([97, 98], [[97, 98]], "ab"):
+            answer = (await post(site, "/v1/embeddings", {"input": prompt, "dimensions": 2})).json()
+            assert [one["embedding"] for one in answer["data"]] == [[3.0, 2.0]]
+        assert (await post(site, "/v1/completions", {"model": MODEL, "prompt": "ab"})).status_code == 200
+
+
+async def test_the_openai_client_reads_both_encodings() -> None:
+    async with openai_client(embedding=RAW) as client:
+        as_base64 = await client.embeddings.create(model=MODEL, input="ab", user="u")
+        as_floats = await client.embeddings.create(model=MODEL, input="ab", encoding_format="float")
+    assert as_base64.data[0].embedding == as_floats.data[0].embedding == [3.0, 2.0]
+
+
+async def test_a_model_that_is_not_served_for_embeddings_is_refused_with_the_flag_that_serves_it(site: Site) -> None:
+    message = assert_error(await post(site, "/v1/embeddings", {"input": "x"}), 400, "invalid_request_error", "model")
+    assert "--pooling" in message and MODEL in message
+
+
+async def test_an_aborted_request_fails_because_it_has_no_embedding() -> None:
+    async with Site(EchoFleet(stall_at=0), embedding=RAW) as site:
+        asked = asyncio.create_task(post(site, "/v1/embeddings", {"input": "x"}))
+        await until(lambda: sent_to_fleet(site))
+        assert (await post(site, "/abort_request", {"rid": "", "abort_all": True})).json() == {"aborted": 1}
+        assert "aborted" in assert_error(await asked, 409, "aborted", None)
+
+
+async def test_answers_with_log_probabilities_and_models_are_the_clients_own_types() -> None:
+    async with openai_client() as client:
+        logprobs = (await client.chat.completions.create(**chat("hi", logprobs=True, top_logprobs=2))).choices[0].logprobs
+        assert logprobs is not None and logprobs.content is not None
+        first, second, *_ = logprobs.content
+        assert [(each.token, each.logprob, each.bytes) for each in (first, second)] == [("h", -0.25, [104]), ("i", -0.25, [105])]
+        assert [top.token for top in first.top_logprobs] == ["h", "i"]
+        assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+async def test_errors_are_the_clients_own_classes_and_name_the_field() -> None:
+    async with openai_client() as client:
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model=MODEL, prompt="x", n=MAX_CHOICES_PER_PROMPT + 1)
+        assert bad.value.param == "n"
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.completions.create(model="gpt-9", prompt="x")
+        assert unknown.value.code == "model_not_found"
+
+
+async def test_a_failure_in_mid_stream_is_raised_by_the_client_after_the_text_before_it() -> None:
+    async with openai_client(EchoFleet(fail_at=2)) as client:
+        stream = await client.completions.create(model=MODEL, prompt="hello", max_tokens=5, stream=True)
+        text = ""
+        with pytest.raises(openai.APIError, match="the step failed"):
+            async for chunk in stream:
+                text += chunk.choices[0].text
+    assert text == "he"

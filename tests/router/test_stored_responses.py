@@ -17,18 +17,17 @@ import httpx
 import openai
 import pytest
 
-from common.access import OPEN, Access, KeyRing
+from common.access import OPEN, Access
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.ids import InstanceId
 from common.messages import Cancel
 from router.api.store import KEY_SHARE, WAITING, Store, StoreFailed
 from router.requests import Places
-from tests.router.calls import sent_to_fleet, until
+from tests.router.calls import ALICE, BOB, keyed, openai_to, sent_to_fleet, until
 from tests.router.fakes import MODEL, EchoFleet, Site, listening
 
 pytestmark = pytest.mark.anyio
-KEYS = {"alice": "alice-0123456789abcdef", "bob": "bob-0123456789abcdef"}
 ASK: Any = {"model": MODEL, "max_output_tokens": 5}
 
 
@@ -36,22 +35,17 @@ def config(folder: Path, **fields: Any) -> RouterConfig:
     return replace(RouterConfig(store=str(folder / "store"), dead_after_s=60.0), **fields)
 
 
-def keyed() -> Access:
-    return Access(KeyRing({key: name for name, key in KEYS.items()}))
-
-
 @asynccontextmanager
 async def storing(
     folder: Path, fleet: EchoFleet | None = None, life: str = "router-a", access: Access = OPEN, **fields: Any
 ) -> AsyncIterator[tuple[Site, Callable[..., openai.AsyncOpenAI]]]:
-    """A router with a store, and what makes a client of it with the key of this name."""
+    """A router with a store, and what makes a client of it with a key."""
     async with AsyncExitStack() as stack:
         site = await stack.enter_async_context(Site(fleet, config(folder, **fields), access=access, life=InstanceId(life)))
         port = await stack.enter_async_context(listening(site))
 
-        def client(name: str = "alice") -> openai.AsyncOpenAI:
-            url = f"http://127.0.0.1:{port}/v1"
-            made = openai.AsyncOpenAI(base_url=url, api_key=KEYS[name], max_retries=0, timeout=20)
+        def client(key: str = ALICE) -> openai.AsyncOpenAI:
+            made = openai_to(port, key)
             stack.push_async_callback(made.close)
             return made
 
@@ -151,10 +145,7 @@ async def test_a_stream_in_the_background_goes_on_where_its_client_was_cut_off(t
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("by", ["itself", "another router"])
 async def test_a_cancelled_response_keeps_its_text_and_the_fleet_hears_of_it(tmp_path: Path, by: str, stream: bool) -> None:
-    async with (
-        storing(tmp_path, EchoFleet(stall_at=3)) as (site, client_of),
-        storing(tmp_path, life="router-b") as (_, other),
-    ):
+    async with storing(tmp_path, EchoFleet(stall_at=3)) as (site, client_of), storing(tmp_path, life="router-b") as (_, other):
         client = client_of()
         made: Any = await client.responses.create(input="hello", background=True, stream=stream, **ASK)
         name = (await anext(made)).response.id if stream else made.id
@@ -217,7 +208,7 @@ async def test_a_client_that_leaves_ends_its_answer_but_not_one_in_the_backgroun
     body = {"model": MODEL, "input": "hello", "max_output_tokens": 5, "store": True}
     async with Site(EchoFleet(stall_at=3), config(tmp_path)) as site, listening(site) as port:
         for fields, left in (({}, 0), ({"stream": True}, 0), ({"background": True, "stream": True}, 1)):
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
                 asking = asyncio.create_task(
                     client.post("/v1/responses", json=body | fields, headers={"x-request-id": f"r{left}"})
                 )
@@ -237,7 +228,7 @@ def _has_open(site: Site, count: int) -> bool:
 
 async def test_a_response_is_for_the_key_that_made_it(tmp_path: Path) -> None:
     async with storing(tmp_path, access=keyed()) as (_, client_of):
-        alice, bob = client_of("alice"), client_of("bob")
+        alice, bob = client_of(ALICE), client_of(BOB)
         made = await alice.responses.create(input="hello", background=True, **ASK)
         await ended(alice, made.id)
         asks = (
@@ -259,9 +250,9 @@ async def test_a_response_is_for_the_key_that_made_it(tmp_path: Path) -> None:
 
 async def test_a_full_store_forgets_the_oldest_of_the_key_that_has_most_and_never_what_is_computed(tmp_path: Path) -> None:
     async with storing(tmp_path, access=keyed(), store_bytes="20KB") as (_, client_of):
-        alice, bob = client_of("alice"), client_of("bob")
+        alice, bob = client_of(ALICE), client_of(BOB)
         of_bob = await bob.responses.create(input="hello", **ASK)
-        of_alice = [await alice.responses.create(input="hello", **ASK) for _ in range(30)]
+        of_alice = [await alice.responses.create(input="hello", **ASK) for _ in range(15)]
         assert await bob.responses.retrieve(of_bob.id) and await alice.responses.retrieve(of_alice[-1].id)
         with pytest.raises(openai.NotFoundError):
             await alice.responses.retrieve(of_alice[0].id)

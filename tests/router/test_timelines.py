@@ -1,30 +1,47 @@
-"""Timelines at a router: what it remembers, what it takes from instances, and how it answers."""
+"""Timelines at a router: what it remembers, what it takes from instances, and how it answers. The last hour as a trace, in which
+blocks that are the same have the same numbers; and traces over HTTP, and their bounds.
+"""
 
 import asyncio
+import json
 import math
+from pathlib import Path
+from random import Random
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from common.access import Access, KeyRing
-from common.ids import ROUTER, AttemptId, InstanceId, RequestId, Role
-from common.messages import Failed, Finished, Heartbeat, InstanceInfo, Timeline, Times
+from common.config import RouterConfig
+from common.ids import ROUTER, AttemptId, InstanceId, Life, RequestId, Role, pack_ids
+from common.messages import Failed, Finished, Heartbeat, InstanceInfo, Span, Spans, Timeline, Times, Trace, pack_spans
+from common.messages.base import UNNAMED
+from common.pages.radix_cache import BlockNames
+from common.tracing import SpanRecorder
+from router import timelines
 from router.api.views import RequestTimeline
+from router.fleet import Members
 from router.timelines import (
     FAILURE_CHARS,
+    HOUR_S,
     MOST_ATTEMPTS,
     MOST_FOUND,
     REMEMBERED,
     AttemptTimeline,
     Durations,
+    LoadLine,
+    PastLoad,
     PlacementGrounds,
     RequestTimes,
     ResumeReason,
     Timelines,
+    lines_of,
 )
+from router.traces import FRAME_BYTES, GRACE_S, Traces
+from simulation.workload import read_trace
 from tests.builders import instance, key
-from tests.router.calls import assert_error, chat, get, metric, post, sent_to_fleet, until
+from tests.router.calls import ALICE, BOB, CONTROL, assert_error, bearer, chat, get, keyed, metric, post, sent_to_fleet, until
 from tests.router.fakes import EchoFleet, Site, Unobserved, beat, listening
 
 pytestmark = pytest.mark.anyio
@@ -123,24 +140,22 @@ async def test_a_batch_is_found_by_the_ids_of_its_parts(site: Site) -> None:
     assert counts == [2, 2, 4, 1]
 
 
-KEYS = {"alice": "alice-key-0123456", "bob": "bob-key-01234567"}
-CONTROL = "control-key-012345"
-
-
-def guarded() -> Site:
-    return Site(access=Access(KeyRing({key: name for name, key in KEYS.items()}), KeyRing({CONTROL: "control"})))
-
-
 async def test_any_router_behind_one_port_finds_a_request_for_whom_its_own_router_shows_it_to() -> None:
     """Two routers that share nothing: one had the request, the other is asked for it, by real connections."""
-    async with guarded() as had, guarded() as asked, listening(had) as port, asked.client() as client, had.client() as own:
-        headers = {name: {"Authorization": f"Bearer {key}"} for name, key in (KEYS | {"control": CONTROL}).items()}
+    access, headers = keyed(), {"alice": bearer(ALICE), "bob": bearer(BOB), "control": bearer(CONTROL)}
+    async with (
+        Site(access=access) as had,
+        Site(access=access) as asked,
+        listening(had) as port,
+        asked.client() as client,
+        had.client() as own,
+    ):
         sent = await own.post("/v1/chat/completions", json=chat(), headers=headers["alice"] | {"X-Request-Id": "a/b?"})
         assert sent.status_code == 200
         alone = await client.get("/requests/a%2Fb%3F", headers=headers["alice"])
         asked.api.timelines.others.meet(["http://127.0.0.1:1", f"http://127.0.0.1:{port}"])
         found = {name: await client.get("/requests/a%2Fb%3F", headers=header) for name, header in headers.items()}
-        by_other_header = await client.get("/requests/a%2Fb%3F", headers={"x-api-key": KEYS["alice"]})
+        by_other_header = await client.get("/requests/a%2Fb%3F", headers={"x-api-key": ALICE})
         here = await client.get("/requests/a%2Fb%3F?here=true", headers=headers["alice"])
         expected = (await own.get("/requests/a%2Fb%3F", headers=headers["alice"])).json()
         asked.api.timelines.others.close()
@@ -216,3 +231,155 @@ def test_of_many_attempts_the_latest_are_remembered_under_their_numbers() -> Non
 )
 def test_durations_are_of_what_happened(role: Role, times: Times, expected: Durations) -> None:
     assert Durations.of(role, times) == expected
+
+
+# --- the last hour --------------------------------------------------------------------------------------------------------------
+
+
+BLOCK = 512
+
+
+def told(past: PastLoad, now: float = 0.0) -> list[LoadLine]:
+    return list(lines_of(past.requests(now)))
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_two_prompts_share_the_numbers_of_the_blocks_that_they_both_begin_with(page_size: int) -> None:
+    """The reference compares the tokens themselves."""
+    chance, past = Random(1), PastLoad()
+    prompts: list[list[int]] = []
+    for _ in range(40):
+        base = chance.choice(prompts) if prompts and chance.random() < 0.8 else []
+        kept = base[: chance.randrange(0, len(base) + 1)]
+        prompts.append([*kept, *(chance.randrange(1000) for _ in range(chance.randrange(1, 1500)))])
+        past.add(float(len(prompts)), len(prompts[-1]), 7, BlockNames.of(pack_ids(prompts[-1]), page_size), 0.0)
+    lines = told(past)
+    for one, line in zip(prompts, lines, strict=True):
+        assert len(line.hash_ids) == -(-len(one) // BLOCK)
+        for other, other_line in zip(prompts, lines, strict=True):
+            if other is one:
+                continue
+            whole = [
+                at for at in range(min(len(one), len(other)) // BLOCK) if one[: (at + 1) * BLOCK] == other[: (at + 1) * BLOCK]
+            ]
+            same = [at for at, (a, b) in enumerate(zip(line.hash_ids, other_line.hash_ids, strict=False)) if a == b]
+            assert same == whole
+    assert sorted({number for line in lines for number in line.hash_ids})[-1] < sum(len(line.hash_ids) for line in lines)
+
+
+def test_requests_are_told_in_the_order_in_which_they_came_and_for_an_hour() -> None:
+    past = PastLoad()
+    past.add(100.0, 10, 3, None, 120.0)
+    past.add(90.5, 600, 0, None, 130.0)
+    assert [(each.timestamp, each.input_length, each.output_length) for each in told(past, 130.0)] == [(0, 600, 1), (9500, 10, 3)]
+    assert told(past, 100.0 + HOUR_S + 1) == []
+
+
+def test_only_so_many_requests_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timelines, "MOST_REQUESTS", 20)
+    past = PastLoad()
+    for number in range(25):
+        past.add(float(number), 1, 1, None, float(number % 2))
+    assert len(past.requests(0.0)) == 20
+
+
+@pytest.mark.anyio
+async def test_the_page_is_a_trace_that_a_simulation_reads_and_holds_nothing_that_was_said(
+    site: Site, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    secret = "the prompt that nobody sees"
+    for _ in range(3):
+        assert (await client.post("/v1/chat/completions", json=chat(secret))).status_code == 200
+    read = await client.get("/cluster/load")
+    lengths = {(each.prompt_tokens, each.answer_tokens) for each in site.core.requests.past.requests(site.gateway.clock())}
+    assert read.headers["content-type"] == "application/x-ndjson"
+    assert {key for line in read.text.splitlines() for key in json.loads(line)} == {
+        "timestamp", "input_length", "output_length", "hash_ids",
+    }  # fmt: skip
+    assert secret not in read.text
+    file = tmp_path / "load.jsonl"
+    file.write_text(read.text)
+    assert {(each.turns[0].input_tokens, each.turns[0].output_tokens) for each in read_trace(str(file))} == lengths
+
+
+# --- traces ---------------------------------------------------------------------------------------------------------------------
+
+
+TEXT = InstanceId("router.text-0")
+SPANS = tuple(Span("turns", "turn", float(at), at + 0.5, "", {"tokens": at}) for at in range(3))
+
+
+def made() -> Traces:
+    fleet = Members(ROUTER, ["tcp://detokenizer:1"], RouterConfig())
+    return Traces(ROUTER, (TEXT,), fleet, SpanRecorder())
+
+
+def said(number: int = 1, **fields: Any) -> Spans:
+    return msgspec.structs.replace(Spans(id=TEXT, number=number, count=3, packed=pack_spans(SPANS)), **fields)
+
+
+def test_a_trace_is_over_when_all_have_said_so_or_have_had_their_time() -> None:
+    traces = made()
+    (told,) = traces.start(10.0, 100.0)
+    assert (told.to, told.message) == (TEXT, Trace(seconds=10.0, number=1))
+    assert traces.next_deadline() == 110.0
+    traces.tick(110.0)
+    assert traces.next_deadline() is None and traces.status(110.0).state == "running"
+    assert traces.status(110.0 + GRACE_S).state == "over", "one that died says nothing"
+    traces.receive(said(last=True))
+    assert traces.status(110.0).state == "over"
+
+
+def test_what_does_not_fit_is_refused_and_counted_and_so_is_what_belongs_to_another_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size = len(pack_spans(SPANS)) + FRAME_BYTES
+    monkeypatch.setattr("router.traces.MOST_BYTES", size + 1)
+    traces = made()
+    traces.start(10.0, 0.0)
+    for message in (said(number=7), said(id=InstanceId("stranger")), said(dropped=5), said()):
+        traces.receive(message)
+    status = traces.status(0.0)
+    assert (len(traces.frames()), status.bytes, status.spans_refused) == (1, size, 3)
+    assert (status.processes[1].spans, status.processes[1].dropped) == (6, 5)
+    assert traces.joined(Life(InstanceId("stranger"), UNNAMED), 1.0) == []
+    (send,) = traces.end(1.0)
+    assert send.message == Trace(seconds=0.0, number=1)
+    assert [type(send.message) for send in traces.start(10.0, 2.0)] == [Trace] and traces.frames() == []
+
+
+@pytest.mark.anyio
+async def test_a_trace_is_begun_read_and_forgotten_over_http() -> None:
+    fleet = EchoFleet()
+    async with Site(fleet) as site, site.client() as client:
+        assert_error(await client.get("/cluster/trace"), 404, "invalid_request_error", None)
+        for seconds in ("0", "601", "nan", "soon"):
+            refused = await client.post("/cluster/trace", params={"seconds": seconds})
+            assert_error(refused, 400, "invalid_request_error", "seconds")
+        begun = await client.post("/cluster/trace", params={"seconds": "60"})
+        assert begun.status_code == 202 and begun.json()["state"] == "running"
+        roles = [process["role"] for process in begun.json()["processes"]]
+        assert roles[:2] == ["router", "detokenizer"] and {"prefill", "decode"} == set(roles[2:])
+        assert_error(await client.post("/cluster/trace"), 409, "invalid_request_error", None)
+        assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+        assert len((await client.get("/cluster/trace")).text.splitlines()) == 1, "there are no spans before it is over"
+        traces = site.core.traces
+        for at, process in enumerate(begun.json()["processes"][1:], 1):
+            of = {"id": InstanceId(process["id"]), "incarnation": process["incarnation"], "last": True}
+            traces.receive(said(packed=b"\xff" if at == 2 else pack_spans(SPANS), **of))
+        assert traces._trace is not None
+        traces._trace.ends_s = site.gateway.clock()
+        traces.tick(site.gateway.clock())
+        read = await client.get("/cluster/trace")
+        assert read.headers["content-type"] == "application/x-ndjson"
+        status, *lines = map(json.loads, read.text.splitlines())
+        assert status["state"] == "over"
+        own = [line for line in lines if line["process"] == 0]
+        assert sorted(line["track"] for line in own) == ["attempts", "requests"]
+        others = [line for line in lines if line["process"] > 0]
+        assert len(others) == 3 * (len(roles) - 2), "what cannot be read is left out"
+        assert others[0] == {
+            "process": 1, "track": "turns", "name": "turn", "begin_s": 0.0, "end_s": 0.5, "request": "", "args": {"tokens": 0},
+        }  # fmt: skip
+        assert (await client.delete("/cluster/trace")).status_code == 200
+        assert (await client.get("/cluster/trace")).status_code == 404

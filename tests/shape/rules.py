@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 FILE_LINES = 600
 FUNCTION_LINES = 60
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+TYPE_NAME = re.compile(r"[A-Z]+[a-z]\w*")
 BLANKET_IGNORE = re.compile(r"type:\s*ignore(?!\[)|noqa(?!:)")
 PICKLES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"})
 PICKLING_CALLS = frozenset({"send_pyobj", "recv_pyobj"})
@@ -180,10 +181,24 @@ def full_sentences(source: Source) -> Iterator[Fault]:
 
 
 def names_used_twice(source: Source, first: dict[str, PurePosixPath]) -> Iterator[Fault]:
-    """One name, one thing: no class of the product is defined in two files. first: where each was seen, to which this adds."""
-    for node in source.of(ast.ClassDef) if source.path.parts[0] != "tests" else ():
+    """One name, one thing: no class and no type of the product is defined in two files. first: where each was seen, to which this
+    adds."""
+    if source.path.parts[0] == "tests":
+        return
+    for node in source.of(ast.ClassDef):
         if first.setdefault(node.name, source.path) != source.path:
             yield Fault(source.path, node.lineno, f"class {node.name} is defined in {first[node.name]} too")
+    for name, line in _named_types(source.tree):
+        if first.setdefault(name, source.path) != source.path:
+            yield Fault(source.path, line, f"type {name} is defined in {first[name]} too")
+
+
+def _named_types(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The types to which a file gives a name, such as unions, with their lines. Constants have names of another form."""
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
+        if isinstance(target, ast.Name) and TYPE_NAME.fullmatch(target.id):
+            yield target.id, node.lineno
 
 
 RULES: tuple[Rule, ...] = (

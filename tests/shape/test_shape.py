@@ -53,11 +53,14 @@ def test_every_file_keeps_the_rule(rule: Rule, found: Found) -> None:
     assert not found.faults[rule], "\n" + "\n".join(found.faults[rule])
 
 
-def test_no_class_of_the_product_is_defined_in_two_files(found: Found) -> None:
+def test_no_class_or_type_of_the_product_is_defined_in_two_files(found: Found) -> None:
     assert not found.twice, "\n" + "\n".join(found.twice)
-    first, text = dict[str, PurePosixPath](), OPENING + "class Answer: ...\n"
+    first, text = dict[str, PurePosixPath](), OPENING + "class Answer: ...\nLine = list[str]\n"
     twice = [rules.names_used_twice(Source.parse(path, text), first) for path in ("router/a.py", "common/b.py", "tests/c.py")]
-    assert [str(fault) for faults in twice for fault in faults] == ["common/b.py:2: class Answer is defined in router/a.py too"]
+    assert [str(fault) for faults in twice for fault in faults] == [
+        "common/b.py:2: class Answer is defined in router/a.py too",
+        "common/b.py:3: type Line is defined in router/a.py too",
+    ]
 
 
 def test_every_exception_to_a_rule_is_still_needed(found: Found) -> None:

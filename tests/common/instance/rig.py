@@ -61,29 +61,14 @@ class FakeStep:
         return self.result
 
 
-class FakeExecutor:
-    def __init__(self) -> None:
-        self.steps: deque[tuple[StepPlan, FakeStep]] = deque()
-        self.now = self.prepared_s = 0.0
-        self.prepared_for: list[str] = []
+class StaticExecutor:
+    """The part of an executor that nothing changes: it has one set of weights, no adapters and no tasks."""
+
+    weights = Digest("")
 
     @property
     def description(self) -> EngineDescription:
         return engine()
-
-    def launch(self, plan: StepPlan) -> FakeStep:
-        self.steps.append((plan, FakeStep()))
-        return self.steps[-1][1]
-
-    def finish_one(self) -> None:
-        plan, step = self.steps.popleft()
-        step.result = StepResult(plan, np.full(len(plan.sampled_rows), 42, dtype=np.int32))
-
-    def prepare(self, grammar: Grammar, owner: str = "") -> Work:
-        self.prepared_for.append(owner)
-        return PreparedLater(anything_goes(grammar, "the fake"), self.prepared_s, lambda: self.now)
-
-    weights = Digest("")
 
     def stage(self, source: WeightsSource) -> Work:
         raise AssertionError("nothing is staged here")
@@ -99,6 +84,25 @@ class FakeExecutor:
 
     def digest_pages(self, pages: Int32Array) -> bytes:
         return b""
+
+
+class FakeExecutor(StaticExecutor):
+    def __init__(self) -> None:
+        self.steps: deque[tuple[StepPlan, FakeStep]] = deque()
+        self.now = self.prepared_s = 0.0
+        self.prepared_for: list[str] = []
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        self.steps.append((plan, FakeStep()))
+        return self.steps[-1][1]
+
+    def finish_one(self) -> None:
+        plan, step = self.steps.popleft()
+        step.result = StepResult(plan, np.full(len(plan.sampled_rows), 42, dtype=np.int32))
+
+    def prepare(self, grammar: Grammar, owner: str = "") -> Work:
+        self.prepared_for.append(owner)
+        return PreparedLater(anything_goes(grammar, "the fake"), self.prepared_s, lambda: self.now)
 
     def close(self) -> None:
         self.steps.clear()

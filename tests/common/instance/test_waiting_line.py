@@ -109,9 +109,9 @@ class LineOfOneOwner(LineAgainstSearchedList):
 
 
 TestLineAgainstSearchedList = LineAgainstSearchedList.TestCase
+TestLineAgainstSearchedList.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestLineOfOneOwner = LineOfOneOwner.TestCase
-for case in (TestLineAgainstSearchedList, TestLineOfOneOwner):
-    case.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestLineOfOneOwner.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 def test_the_line_may_change_while_it_is_iterated() -> None:

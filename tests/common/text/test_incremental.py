@@ -1,5 +1,7 @@
 """Incremental detokenizing, compared with decoding everything at once; and the text and bytes of single tokens."""
 
+import functools
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -9,12 +11,13 @@ from common.text.token_text import PENDING_TOKENS, IncrementalDecoder, TokenText
 from tests.common.text.tiny import TEXTS, sentencepiece_like_tokenizer, tiny_tokenizer
 
 HARD_TEXTS = (*TEXTS, "👩‍👩‍👧‍👦🏽", "e\u0301\u0327", "नमस्ते", "ก็ที่", "\U0010ffff", "a\ufffdb\ufffd", " leading", "tab\tnew\r\nline")
+vocabulary_of = functools.cache(Vocabulary)
 TOKEN_IDS = st.lists(st.integers(0, tiny_tokenizer().get_vocab_size() - 1), max_size=60)
 
 
 def pieces(tokenizer: Tokenizer, token_ids: list[int], context: list[int] | None = None, skip: bool = True) -> list[str]:
     """Text after each token, and at last that of the flush."""
-    decoder = IncrementalDecoder(Vocabulary(tokenizer), context or [], skip)
+    decoder = IncrementalDecoder(vocabulary_of(tokenizer), context or [], skip)
     return [*(decoder.step(token_id) for token_id in token_ids), decoder.flush()]
 
 
@@ -29,6 +32,7 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
     return id
 
 
+@functools.cache
 def _byte_letter(byte: int) -> str:
     """The printable letter by which byte-level BPE writes a byte (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -94,7 +98,7 @@ def test_of_special_tokens_only_those_that_are_named_are_shown_and_text_that_loo
 ) -> None:
     tokenizer = tiny_tokenizer()
     token_ids += byte_ids(b"</s><|im_start|><|im_end|>")
-    decoder = IncrementalDecoder(Vocabulary(tokenizer), (), shown=shown)
+    decoder = IncrementalDecoder(vocabulary_of(tokenizer), (), shown=shown)
     got = "".join([*map(decoder.step, token_ids), decoder.flush()])
     kept = [token_id for token_id in token_ids if token_id > 1 or token_id in shown]
     assert got == tokenizer.decode(kept, skip_special_tokens=False) and got.endswith("</s><|im_start|><|im_end|>")

@@ -18,7 +18,7 @@ from tests.engine.attention.steps import Shape, Step
 CHUNKS = [(0, 1), (0, 7), (3, 1), (9, 6), (20, 20)]
 """(start, tokens) of each."""
 LENGTHS = [1, 4, 5, 6, 23, 40, 11, 12, 12]
-STEPS = {"both": (CHUNKS, LENGTHS), "chunks": (CHUNKS, []), "decode": ([], LENGTHS)}
+STEPS = {"both": (CHUNKS, LENGTHS), "chunks": (CHUNKS[1:4], []), "decode": ([], LENGTHS[3:])}
 WAYS = {
     "full": LayerAttention(0.1),
     "window": LayerAttention(0.1, window=7),
@@ -103,7 +103,7 @@ def test_heads_may_share_a_key_and_pages_have_any_size_and_order(
 ) -> None:
     width = -(-40 // page_size)
     shape = Shape(heads, kv_heads, 64, page_size, (WAYS["full"], WAYS["window"]), dtype, kv_dtype, order, width)
-    step = Step(shape, CHUNKS, LENGTHS)
+    step = Step(shape, [(0, 7), (20, 9)], LENGTHS[4:])
     attention = make(step.memory, shape)
     attention.plan(step.tokens)
     for layer in range(2):

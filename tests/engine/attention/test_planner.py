@@ -25,7 +25,7 @@ HEADS = [(32, 8, 128), (64, 8, 128), (8, 1, 128), (16, 8, 128), (32, 32, 64), (4
 of a tile."""
 CARDS = (78, 114, 132)
 """Multiprocessors."""
-MOST_ROWS, WINDOWS, PLANS = 512, (-1, 1_023), 200
+MOST_ROWS, WINDOWS, PLANS = 512, (-1, 1_023), 60
 EAGER_PLAN_BYTES = 8 * 2**20
 """What a wrapper makes itself for its schedule."""
 
@@ -105,10 +105,10 @@ def test_a_graph_of_so_many_rows_has_one_plan_whatever_their_lengths_are(
     for sms in CARDS:
         for page_size in (1, 16, 64):
             room = workspace_bytes(heads, page_size, sms)
-            for rows in (1, 2, 8, 100, MOST_ROWS):
+            for rows in (1, 8, MOST_ROWS):
                 for window in WINDOWS:
                     plans = set[tuple[int, ...]]()
-                    for most in (1, 3, 200, 100_000):
+                    for most in (1, 200, 100_000):
                         pages = -(-random.integers(1, most + 1, rows) // page_size)
                         shape = (*heads, page_size, 1, window)
                         found = plan(sms, room, GRAPH_PLAN_BYTES, np.arange(1, rows + 1), pages, *shape)

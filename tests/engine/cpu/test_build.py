@@ -4,8 +4,6 @@ import ctypes
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -96,22 +94,25 @@ def test_where_there_can_be_no_library_the_log_says_why(
     assert "slower without" in caplog.text
 
 
-def test_a_cached_library_that_is_cut_short_or_overwritten_is_compiled_again(tmp_path: Path, cache: Path) -> None:
-    """The first of another process: loading it here a second time would find it in memory."""
-    code = "import sys, pathlib; from engine.cpu.build import load; print([load(pathlib.Path(p)).answer() for p in sys.argv[1:]])"
-    before: dict[Path, bytes] = {}
+def test_a_cached_library_that_is_cut_short_or_overwritten_is_compiled_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a cache elsewhere: loading a path a second time would find it in memory."""
+    elsewhere, sound, sources = tmp_path / "elsewhere" / "tandem", dict[str, bytes](), list[Path]()
+    elsewhere.mkdir(parents=True, mode=0o700)
     for number, kept in enumerate((0.0, 0.1, 0.7, 1.0)):
-        source = tmp_path / f"made-{number}.c"
-        source.write_text(f"const char text[200000] = {{{number}}}; int answer(void) {{ return text[0] + 1; }}")
-        if load(source) is None:
+        sources.append(tmp_path / f"made-{number}.c")
+        sources[-1].write_text(f"const char text[200000] = {{{number}}}; int answer(void) {{ return text[0] + 1; }}")
+        if load(sources[-1]) is None:
             pytest.skip("there is no C compiler")
-        (made,) = set(cache.glob("*.so")) - before.keys()
-        before[made] = whole = made.read_bytes()
-        made.unlink()  # not written over: this process has it in memory
-        made.write_bytes(whole[: int(kept * len(whole))] if kept < 1 else bytes(len(whole)))
-    answers = subprocess.run([sys.executable, "-c", code, *sorted(tmp_path.glob("*.c"))], capture_output=True, text=True)
-    assert answers.stdout == "[1, 2, 3, 4]\n" and answers.stderr.count("compiled again") == 4
-    assert {path: path.read_bytes() for path in cache.glob("*.so")} == before
+        (name,) = {path.name for path in cache.glob("*.so")} - sound.keys()
+        sound[name] = whole = (cache / name).read_bytes()
+        (elsewhere / name).write_bytes(whole[: int(kept * len(whole))] if kept < 1 else bytes(len(whole)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere.parent))
+    again = [load(source) for source in sources]
+    assert [library and library.answer() for library in again] == [1, 2, 3, 4]
+    assert caplog.text.count("compiled again") == 4
+    assert {path.name: path.read_bytes() for path in elsewhere.glob("*.so")} == sound
 
 
 def test_a_sound_file_that_cannot_be_loaded_is_compiled_once_more(

@@ -17,15 +17,14 @@ import torch
 from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError
 from common.executor import StepPlan, StepResult
-from common.sampling_params import SamplingParams
 from engine.cpu import lent_cores
 from engine.cpu.lent_cores import COMPUTING, GRACE_NS, LOOK_AGAIN_NS, SLOT_BYTES, TAKE_AGAIN_NS, LentCores, make_file
 from engine.torch_executor import TorchExecutor
 from tests.engine.checkpoints import llama, saved
 from tests.engine.driver import Driver
+from tests.engine.exact import GREEDY
 from tests.engine.packed import CAN_RECORD, pack_everything
 
-GREEDY = SamplingParams(max_new_tokens=99, temperature=0.0)
 PROMPTS = [np.arange(10, 10 + length, dtype=np.int32) for length in (5, 20)]
 
 

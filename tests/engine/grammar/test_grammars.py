@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from xgrammar import CompiledGrammar
@@ -22,7 +23,7 @@ from common.errors import BadRequest, Overloaded, TandemError, Unavailable
 from common.executor import FutureWork, Work
 from common.sampling_params import Grammar
 from engine.grammar.compiler import Compiler, GrammarVocabulary
-from engine.grammar.compiler_process import _HEAD, _REFUSED, CompilerProcess, Limits, _Frames, _Served
+from engine.grammar.compiler_process import _HEAD, _QUICK, _REFUSED, CompilerProcess, Limits, _Frames, _Served
 from engine.grammar.grammars import (
     ANY_TEXT,
     KEPT_GRAMMARS,
@@ -188,6 +189,14 @@ def test_a_compiler_that_answers_in_pieces_has_no_longer_than_one_that_does_not_
     writer.join()
     for end in (ours, theirs):
         end.close()
+
+
+def test_what_the_process_compiles_quickly_is_compiled_once_more_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = CompilerProcess(TOKENS)
+    there = SimpleNamespace(send=lambda *frame: None, receive=lambda wait_s: (_QUICK, b""))
+    monkeypatch.setattr(process, "_started", lambda: there)
+    compiled = process.compile(Grammar("regex", "ab"))
+    assert [_is_grammar_accept_string(compiled.grammar, text) for text in ("ab", "a")] == [True, False]
 
 
 def test_a_closed_compiler_starts_no_process() -> None:

@@ -80,8 +80,8 @@ def test_what_restricts_nothing_more_is_accepted_and_the_rest_is_held(
 )
 def test_whatever_a_format_allows_or_stands_for_a_format_and_a_pattern_a_validator_accepts(schema: dict[str, Any]) -> None:
     validator = jsonschema_rs.validator_for(schema, validate_formats=True)
-    answers = list(random_answers(COMPILER.compile(json_schema(schema)), Random(5), 30))
-    assert len(answers) >= 10
+    answers = list(random_answers(COMPILER.compile(json_schema(schema)), Random(5), 15))
+    assert len(answers) >= 5
     for text in answers:
         assert validator.is_valid(json.loads(text)), text
 

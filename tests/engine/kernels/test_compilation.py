@@ -79,11 +79,11 @@ def capability(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def compiled(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiling]:
+def compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiling]:
+    """Each is compiled once for its source: Triton keeps what it has compiled in a cache of the user's."""
     pytest.importorskip("triton", reason="needs the package triton, which is there with torch for CUDA")
     from engine.gpu import triton_source
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = ["decode_inputs", "rotation", "rms_norm", "add_rms_norm", "silu_and_mul", "quantise", "rotate_and_write"]
     names += ["route", "sort_pairs", "combine", "page_indices", "shrink", "expand"]
     names += ["slice_maxima", "slice_sums", "last_places", "slice_samples", "best_of_slices"]

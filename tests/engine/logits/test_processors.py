@@ -10,10 +10,8 @@ from common.executor import RowStart
 from common.sampling_params import SamplingParams
 from engine import logits_processors as processors
 from engine.logits_processors import make_processors
-from engine.ports import RowSampling, SampledRows
-from engine.sampling import Sampler
-from engine.torch_kernels import Kernels
-from tests.engine.logits.plain import log_softmax, processed
+from engine.ports import SampledRows
+from tests.engine.logits.plain import processed
 
 ROWS, VOCAB, STEPS, EOS = 6, 12, 120, (3, 5)
 NO_PAGES = np.empty(0, dtype=np.int32)
@@ -103,31 +101,3 @@ def test_rows_without_extras_concern_no_processor_and_those_with_min_tokens_only
             which = SampledRows(rows[1:], torch.tensor([1]), np.array([1]), torch.tensor([1]))
             processor.sampled(which, torch.tensor([7]))
     assert seen == [1, 1, 1, 0]
-
-
-def test_penalised_and_filtered_draws_have_the_probabilities_of_the_definitions() -> None:
-    """Pearson's chi-square of draws with as many seeds, below its 99.9th percentile for 4 degrees of freedom."""
-    draws, raw = 4_000, np.array([2.0, 1.9, 1.5, 1.0, 0.9, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0])
-    asked = SamplingParams(
-        max_new_tokens=9,
-        repetition_penalty=1.5,
-        presence_penalty=0.4,
-        frequency_penalty=0.3,
-        logit_bias=((2, -1.0), (7, 1.6)),
-        bad_words=((1, 3),),
-    )
-    request = Request(asked, prompt=[0, 4, 10], answer=[2, 4, 4, 1])
-    processors = make_processors(draws, VOCAB, EOS, torch.device("cpu"))
-    rows, logits = torch.arange(draws), torch.tensor(raw, dtype=torch.float32).repeat(draws, 1)
-    for processor in processors:
-        processor.start([start(row, request) for row in range(draws)])
-        if processor.concerns[rows.numpy()].all():
-            processor.apply(logits, SampledRows(rows.numpy(), rows, rows.numpy(), rows))
-    temperature, top_k, top_p, min_logit, position = (torch.full((draws,), value) for value in (0.8, 5, 1.0, -torch.inf, 7))
-    params = RowSampling(temperature, top_k, top_p, min_logit, rows, position)
-    counts = np.bincount(Sampler(Kernels()).draw(logits, params).numpy(), minlength=VOCAB)
-    scores = processed(raw, request.prompt, request.answer, asked, EOS) / 0.8
-    likeliest = np.sort(scores.argsort()[-5:])
-    expected = draws * np.exp(log_softmax(scores[likeliest]))
-    assert likeliest.tolist() != np.sort(raw.argsort()[-5:]).tolist() and counts[likeliest].sum() == draws
-    assert ((counts[likeliest] - expected) ** 2 / expected).sum() < 18.5

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from common.executor import Chunk, RowStart, StepPlan
 from engine.model_runner import ModelRunner
-from tests.engine.checkpoints import VOCAB, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, saved
+from tests.engine.checkpoints import VOCAB, llama, mistral, mixtral, prompts_of, qwen2, qwen3, qwen3_moe, saved
 from tests.engine.exact import GREEDY, Answer, answers, assert_exact, recorded_logits, runner
 from tests.engine.models.test_transformers_model import gemma2
 
-CONTEXT = 2048
+CONTEXT = 1024
 TOKENS = 8
 LONG = {"max_position_embeddings": CONTEXT}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
@@ -30,27 +30,26 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         tie_word_embeddings=True, use_sliding_window=True, sliding_window=50, max_window_layers=1, **LONG
     ),
     "qwen3, tied": lambda: qwen3(**LONG),
-    "qwen3, untied, windows by layer, biases": lambda: qwen3(
-        tie_word_embeddings=False, use_sliding_window=True, sliding_window=33, layer_types=MIXED, attention_bias=True, **LONG
+    "qwen3, untied, windows by layer, biases, one KV head": lambda: qwen3(
+        tie_word_embeddings=False, use_sliding_window=True, sliding_window=33, layer_types=MIXED, num_hidden_layers=3,
+        attention_bias=True, num_key_value_heads=1, **LONG,
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_prompts_of_any_length_in_one_batch_get_the_answers_of_transformers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "page_size"), list(zip(MODELS, (16, 8, 5) * 3, strict=False)))
+def test_prompts_of_any_length_in_one_batch_get_the_answers_of_transformers(tmp_path: Path, name: str, page_size: int) -> None:
+    """In chunks that end anywhere in a page."""
     model = MODELS[name]()
-    made = runner(saved(model, tmp_path))
-    random = np.random.default_rng(7)
-    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, 16, 51, 333, 2000)]
-    assert_exact(model, answers(made, prompts, TOKENS, chunk_tokens=300))
+    made = runner(saved(model, tmp_path), page_size=page_size)
+    assert_exact(model, answers(made, prompts_of(1, page_size, 51, 900), TOKENS, chunk_tokens=20 * page_size - 3))
 
 
 def test_a_full_batch_gets_the_answers_of_transformers(tmp_path: Path) -> None:
     model = qwen3()
     made = runner(saved(model, tmp_path))
-    random = np.random.default_rng(8)
-    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in random.integers(1, 70, made.description.max_rows)]
-    assert_exact(model, answers(made, prompts, TOKENS, chunk_tokens=16))
+    lengths = np.random.default_rng(8).integers(1, 70, made.description.max_rows)
+    assert_exact(model, answers(made, prompts_of(*lengths), TOKENS, chunk_tokens=16))
 
 
 MOVED: dict[str, Callable[[], PreTrainedModel]] = {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,12 +22,12 @@ from engine.models.shape import read_shape
 from engine.models.weights import Loading, WeightSlots
 from engine.ports import Fp8Rows
 from engine.torch_kernels import Kernels
-from tests.engine.checkpoints import VOCAB, llama, qwen2, qwen3, qwen3_moe, saved
+from tests.engine.checkpoints import llama, prompts_of, qwen2, qwen3, qwen3_moe, saved
 from tests.engine.exact import Answer, answers, reference_logits, runner
 from tests.engine.models.own_values import OwnValues
 from tests.engine.models.test_linear import needs_fp8_on_cpu, quantised
 
-PROMPTS = [np.random.default_rng(6).integers(3, VOCAB, length).astype(np.int32) for length in (3, 40, 90)]
+PROMPTS = prompts_of(3, 40, 90)
 TOKENS = 4
 
 

@@ -18,12 +18,12 @@ from engine.models.registry import make_decoder
 from engine.models.shape import read_shape
 from engine.models.weights import Loading, WeightSlots
 from engine.torch_kernels import Kernels
-from tests.engine.checkpoints import VOCAB, mixtral, qwen3_moe, saved
+from tests.engine.checkpoints import mixtral, prompts_of, qwen3_moe, saved
 from tests.engine.exact import answers, assert_exact, runner
 from tests.engine.graph_recorder import NotCapturable, RecordedGraphs
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "mixtral": lambda: mixtral(max_position_embeddings=2048),
+    "mixtral": lambda: mixtral(max_position_embeddings=1024),
     "qwen3, weights as they are": lambda: qwen3_moe(norm_topk_prob=False),
     "qwen3, weights normalised, dense layers between": lambda: qwen3_moe(
         norm_topk_prob=True, num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[3]
@@ -35,9 +35,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 def test_a_batch_gets_the_answers_of_transformers(tmp_path: Path, name: str) -> None:
     model = MODELS[name]()
     made = runner(saved(model, tmp_path))
-    random = np.random.default_rng(9)
-    lengths = [2000 if name == "mixtral" else 300, *random.integers(1, 60, 31)]
-    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in lengths]
+    prompts = prompts_of(900 if name == "mixtral" else 300, *np.random.default_rng(9).integers(1, 60, 7))
     assert_exact(model, answers(made, prompts, 6, chunk_tokens=150))
 
 

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from engine.models.decoder import rotary_frequencies
 from engine.models.shape import read_shape
 from engine.ports import Rotation
 from engine.torch_kernels import Kernels
-from tests.engine.checkpoints import VOCAB, llama, saved
+from tests.engine.checkpoints import llama, prompts_of, saved
 from tests.engine.exact import answers, assert_exact, runner
 
 TRAINED = 128
@@ -149,7 +148,4 @@ def test_a_model_with_scaled_positions_gets_the_answers_of_transformers(
     """longrope and dynamic: with a context limit up to which transformers does not change its mind."""
     model = llama(head_dim=16, max_position_embeddings=256, rope_parameters={"rope_theta": 10_000.0, **scaling})
     runs = runner(saved(model, tmp_path), context_tokens=context)
-    random = np.random.default_rng(9)
-    longest = (context or 256) - 8
-    prompts = [random.integers(3, VOCAB, length).astype(np.int32) for length in (1, 33, longest)]
-    assert_exact(model, answers(runs, prompts, 8, chunk_tokens=30))
+    assert_exact(model, answers(runs, prompts_of(1, 33, (context or 256) - 8), 8, chunk_tokens=30))

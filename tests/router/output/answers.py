@@ -161,11 +161,7 @@ def gemma(value: Any, quote: str) -> str:
 
 
 def parser_of(
-    format: ToolFormat | None,
-    *,
-    thinks: bool = False,
-    opened: bool = False,
-    functions: tuple[Function, ...] = FUNCTIONS,
+    format: ToolFormat | None, *, thinks: bool = False, opened: bool = False, functions: tuple[Function, ...] = FUNCTIONS
 ) -> AnswerParser:
     answer = AnswerFormat(format, THINK if thinks else None)
     new_parser = answer.new_parser(functions, separates=True, opened=opened)

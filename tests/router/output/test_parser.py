@@ -57,39 +57,17 @@ CallBegins = partial(AnswerPart, "call")
 Content = partial(AnswerPart, "content")
 Reasoning = partial(AnswerPart, "reasoning")
 CUTS = st.lists(st.integers(0, 500), max_size=12)
-MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
-OBJECTS = ('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name": ')
-SOUP = st.lists(
-    st.sampled_from([*MARKS, *OBJECTS, '{"id": [{', "f", "[", "]", "; ", "\n", " ", "{", "}", '"', ",", "junk"]), max_size=10
-).map("".join)
+OBJECTS = ('{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '{"name": ', '{"id": [{')
 PIECES = [
-    *OBJECTS,
-    "f",
-    "city",
-    "x",
-    "[",
-    "]",
-    "(",
-    ")",
-    "=",
-    ":",
-    "'",
-    '"',
-    ",",
-    "\n",
-    " ",
-    "{",
-    "}",
-    "\\",
-    "word",
-    "True",
-    "to=",
+    *(*OBJECTS, "f", "city", "x", "word", "True", "to=", "[ARGS]", "; ", "\n", " "),
+    *("[", "]", "(", ")", "=", ":", "'", '"', ",", "{", "}", "\\"),
 ]
+EACH = pytest.mark.parametrize("format", [*FORMATS, *TYPED_FORMATS], ids=lambda format: format.names[0])
 
 
 def soup_of(format: ToolFormat) -> st.SearchStrategy[str]:
     """Texts of a format's marks, parts of its calls and other text, in any order."""
-    call = call_text(format, ParsedCall("f", '{"city": "a", "x": [1, {}]}'))
+    call = written(format, "", [ParsedCall("f", '{"city": "a", "x": [1, {}]}')], 0)
     parts = [*(text for text in format.texts if text), *(call[:end] for end in range(5, len(call), 9)), "<think>", "</think>"]
     return st.lists(st.sampled_from(parts) | st.sampled_from(PIECES), max_size=10).map("".join)
 
@@ -113,17 +91,8 @@ def check_soup(format: ToolFormat, text: str, thinks: bool, opened: bool, places
     assert told.count("word") == text.count("word"), "no text is lost"
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.sampled_from(FORMATS), TEXTS, CALLS, st.integers(0, 7), CUTS)
-def test_an_answer_has_the_content_and_calls_that_its_model_wrote(
-    format: ToolFormat, content: str, calls: list[ParsedCall], style: int, places: list[int]
-) -> None:
-    text = written(format, content, calls, style)
-    assert pushed(parser_of(format), cut(text, places)) == ParsedAnswer(content, "", calls)
-
-
-@pytest.mark.parametrize("format", TYPED_FORMATS, ids=lambda format: format.names[0])
-@settings(max_examples=40, deadline=None)
+@EACH
+@settings(max_examples=25, deadline=None)
 @given(TEXTS, TYPED_CALLS, st.integers(0, 7), CUTS)
 def test_arguments_have_the_types_of_their_schema(
     format: ToolFormat, content: str, calls: list[ParsedCall], style: int, places: list[int]
@@ -131,8 +100,8 @@ def test_arguments_have_the_types_of_their_schema(
     check_written(format, content, calls, style, places)
 
 
-@pytest.mark.parametrize("format", TYPED_FORMATS, ids=lambda format: format.names[0])
-@settings(max_examples=40, deadline=None)
+@EACH
+@settings(max_examples=25, deadline=None)
 @given(st.data(), st.booleans(), st.booleans(), CUTS)
 def test_hostile_texts_raise_nothing_and_lose_nothing(
     format: ToolFormat, data: st.DataObject, thinks: bool, opened: bool, places: list[int]
@@ -142,7 +111,7 @@ def test_hostile_texts_raise_nothing_and_lose_nothing(
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("format", TYPED_FORMATS, ids=lambda format: format.names[0])
+@EACH
 @settings(max_examples=10_000, deadline=None, phases=[Phase.generate])
 @given(st.data(), TEXTS, TYPED_CALLS, st.integers(0, 7), st.booleans(), st.booleans(), CUTS)
 def test_ten_thousand_answers_and_hostile_texts_of_each_format(
@@ -291,19 +260,7 @@ def test_calls_follow_thoughts_of_each_kind(format: ToolFormat, thoughts: Though
         assert meant(pushed(new_parser(), [text[:place], text[place:]])) == ("", "One, <b>", [("f", {"n": 1})])
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.sampled_from([*FORMATS, None]), st.booleans(), st.booleans(), SOUP, CUTS)
-def test_parts_do_not_depend_on_how_the_text_is_cut(
-    format: ToolFormat | None, thinks: bool, opened: bool, text: str, places: list[int]
-) -> None:
-    whole = pushed(parser_of(format, thinks=thinks, opened=opened), [text])
-    assert pushed(parser_of(format, thinks=thinks, opened=opened), cut(text, places)) == whole
-    assert pushed(parser_of(format, thinks=thinks, opened=opened), list(text)) == whole
-    if not whole.calls and not thinks:
-        assert whole.content == text, "what is no call is content, as it stands"
-
-
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.sampled_from(
@@ -352,7 +309,7 @@ def test_thoughts_are_told_apart_with_and_without_the_mark_in_the_prompt() -> No
     assert pushed(parser_of(None, thinks=True), ["<think>cut ", "off "]) == ParsedAnswer("", "cut off ")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(FORMATS), CALLS.filter(bool), st.integers(0, 5), *[st.text(" \n", max_size=4)] * 2, CUTS)
 def test_content_on_both_sides_of_calls_keeps_the_white_space_of_one_side(
     format: ToolFormat, calls: list[ParsedCall], style: int, before: str, after: str, places: list[int]
@@ -373,24 +330,15 @@ def test_the_first_line_after_thoughts_keeps_its_indentation() -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        (
-            'a <tool_call>{"name": "f", "arguments": {"x": 1',
-            [Content("a"), CallBegins("f"), Arguments('{"x": 1')],
-        ),
+        ('a <tool_call>{"name": "f", "arguments": {"x": 1', [Content("a"), CallBegins("f"), Arguments('{"x": 1')]),
         (
             '<tool_call>{"name": "f", "arguments": {"x": [1}</tool_call> b',
             [CallBegins("f"), Arguments('{"x": [1}'), Content("b")],
         ),
-        (
-            '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
-            [Content('<tool_call>{"name": 3, "arguments": {}}</tool_call>')],
-        ),
+        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', [Content('<tool_call>{"name": 3, "arguments": {}}</tool_call>')]),
         ('<tool_call>{"name": "f"', [Content('<tool_call>{"name": "f"')]),
         ('<tool_call>{"name": "f"}</tool_call>', [CallBegins("f"), Arguments("{}")]),
-        (
-            '<tool_call>{"name": "f", "arguments": {}}}</tool_call>x',
-            [CallBegins("f"), Arguments("{}"), Content("}x")],
-        ),
+        ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>x', [CallBegins("f"), Arguments("{}"), Content("}x")]),
     ],
 )
 def test_a_broken_call_loses_no_text(text: str, parts: list[object]) -> None:
@@ -412,39 +360,18 @@ def test_an_answer_in_json_that_is_no_call_is_content_for_llama() -> None:
 def test_a_parser_says_when_all_that_follows_is_content_as_it_is() -> None:
     parser = parser_of(None, thinks=True)
     seen = [(parser.push(text), parser.is_plain) for text in ("<think>x", "</think>", "\nyes", " no")]
-    assert seen == [
-        ([Reasoning("x")], False),
-        ([], False),
-        ([Content("yes")], True),
-        ([Content(" no")], True),
-    ]
+    assert seen == [([Reasoning("x")], False), ([], False), ([Content("yes")], True), ([Content(" no")], True)]
     assert parser.finish() == []
-
-
-@pytest.mark.parametrize(
-    ("template", "tools", "thinks"),
-    [
-        ("{{ messages }}", None, False),
-        ("{% if tools %}<tool_call>{{ '\\n</think>' }}", HERMES, True),
-        ("<|python_tag|>", LLAMA3, False),
-        ("<|start_header_id|>{{- '\"parameters\": ' }}", LLAMA3, False),
-        ("[TOOL_CALLS]", MISTRAL, False),
-    ],
-)
-def test_the_format_is_what_the_chat_template_writes_unless_a_flag_names_it(
-    template: str, tools: ToolFormat | None, thinks: bool
-) -> None:
-    found = answer_format(template, "auto", "auto")
-    assert (found.tools, found.thoughts) == (tools, THINK if thinks else None)
-    named = answer_format(template, "mistral", "think")
-    assert (named.tools, named.thoughts) == (MISTRAL, THINK)
-    none = answer_format(template, "none", "none")
-    assert (none.tools, none.thoughts) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("template", "tools", "thoughts"),
     [
+        ("{{ messages }}", None, None),
+        ("{% if tools %}<tool_call>{{ '\\n</think>' }}", HERMES, THINK),
+        ("<|python_tag|>", LLAMA3, None),
+        ("<|start_header_id|>{{- '\"parameters\": ' }}", LLAMA3, None),
+        ("[TOOL_CALLS]", MISTRAL, None),
         ("'<tool_call>\\n<function=' + name + '>' '<parameter=' + key", QWEN3_CODER, None),
         ("<tool_call>{name}\n<arg_key>{key}</arg_key> '</think>'", GLM45, THINK),
         ("'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\\n```json\\n'", DEEPSEEK_V3, None),
@@ -459,10 +386,13 @@ def test_the_format_is_what_the_chat_template_writes_unless_a_flag_names_it(
         ("<|user|> <|end|> <|assistant|>", None, None),
     ],
 )
-def test_the_formats_of_newer_models_are_found_in_their_templates(
+def test_the_format_is_what_the_chat_template_writes_unless_a_flag_names_it(
     template: str, tools: ToolFormat | None, thoughts: Thoughts | None
 ) -> None:
     assert answer_format(template, "auto", "auto") == AnswerFormat(tools, thoughts)
+    named = answer_format(template, "mistral", "think")
+    assert named == AnswerFormat(MISTRAL_ARGS if "[ARGS]" in template else MISTRAL, THINK)
+    assert answer_format(template, "none", "none") == AnswerFormat(None, None)
 
 
 def test_each_name_of_a_flag_is_one_formats_but_for_those_that_the_template_tells_apart() -> None:

@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from common.errors import TandemError
-from common.executor import EngineDescription, RowStart, StepPlan, StepResult, Work
-from common.ids import Digest, Int32Array
-from common.messages.variants import Task, WeightsSource
+from common.executor import RowStart, StepPlan, StepResult, Work
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks as grammar_rows
 from engine.grammar.grammars import Grammars
 from engine.grammar.masks import GrammarProcessor
 from engine.ports import SampledRows
-from tests.builders import engine
 from tests.common.instance.ranks.rig import RanksOf
+from tests.common.instance.rig import StaticExecutor
 from tests.engine.grammar.judge import COMPILER, EOS, TOKENS, VOCAB
 from tests.engine.grammar.test_masks import text
 
@@ -38,16 +36,12 @@ class DoneStep:
         return self._result
 
 
-class GrammarExecutor:
+class GrammarExecutor(StaticExecutor):
     """A rank whose logits are random, the same on every rank, and whose grammars are xgrammar's."""
 
     def __init__(self) -> None:
         self.grammars = Grammars(lambda: TOKENS, lambda _: COMPILER)
         self.processor = GrammarProcessor(self.grammars.compiled, 8, VOCAB, (EOS,), torch.device("cpu"))
-
-    @property
-    def description(self) -> EngineDescription:
-        return engine()
 
     def launch(self, plan: StepPlan) -> DoneStep:
         if plan.starts:
@@ -68,23 +62,6 @@ class GrammarExecutor:
         soon = self.grammars.prepare(grammar, lambda: None, owner)
         soon.wait()
         return soon
-
-    weights = Digest("")
-
-    def stage(self, source: WeightsSource) -> Work:
-        raise AssertionError("nothing is staged here")
-
-    def perform(self, task: Task) -> Work:
-        raise AssertionError("no task is here")
-
-    def free_adapter(self, digest: Digest) -> None: ...
-
-    def switch(self) -> None: ...
-
-    def drop_staged(self) -> None: ...
-
-    def digest_pages(self, pages: Int32Array) -> bytes:
-        return b""
 
     def close(self) -> None:
         self.grammars.close()

@@ -172,15 +172,6 @@ def test_a_second_process_of_a_rank_is_refused_when_the_first_is_heard_again_and
     assert refused(2)[0] == "rank 1 (pid 101 on gpu-7) is there already"
 
 
-def test_a_rank_whose_process_is_gone_ends_the_instance_on_both_sides() -> None:
-    rig = Rig()
-    rig.mail.gone, rig.mails[0].gone = list(rig.names), [rig.loops[0]._line.to]
-    with pytest.raises(RankLost, match=r"rank 1 \(pid .*\) is gone"):
-        rig.followers.turn(rig.clock)
-    with pytest.raises(RankLost, match="rank 0 at tcp://h:1 is gone"):
-        rig.loops[0].turn(rig.clock)
-
-
 def test_commands_and_events_of_transfers_travel_whole_and_in_order() -> None:
     rig = Rig(0.0, 0.0)
     commands: list[TransferCommand] = [
