@@ -69,4 +69,3 @@ def test_answers_are_whole_where_instances_die_and_where_memory_is_short() -> No
     short = replace(FLEET, decode=1, kv_pages=160)
     one_by_one, at_once = both_ways(short, requests=10, rate=20.0, mean_input=300, mean_output=100, max_tokens=2000)
     assert at_once.measured.tokens == one_by_one.measured.tokens
-    assert figures(at_once).preemptions <= 2 * figures(one_by_one).preemptions + 3
