@@ -22,7 +22,11 @@ from common.config import AccessConfig
 from common.options import option, require, require_above_0
 from common.processes.router_client import RequestFailed, RouterClient
 
-ASK_S = 5.0
+ANSWER_S = 5.0
+"""How long the router may take for an answer."""
+ASK_S = 0.5
+"""How often it is asked about an instance that drains. What it knows comes with heartbeats, which are as frequent."""
+FINAL = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 OPEN_TO_ALL = AccessConfig()
 
 
@@ -32,7 +36,7 @@ class FleetPage:
     def __init__(self, url: str, access: AccessConfig = OPEN_TO_ALL) -> None:
         tls, control_key = trusting(access.tls_cert), read_control_key(access.control_key)
         api_key = next(iter(read_api_keys(access.api_keys))) if access.api_keys else ""
-        self._control, self._api = (RouterClient(url, key, ASK_S, tls) for key in (control_key, api_key))
+        self._control, self._api = (RouterClient(url, key, ANSWER_S, tls) for key in (control_key, api_key))
 
     def missing(self, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
         """Why the fleet is not complete yet: missing members and links, or what keeps the router unready."""
@@ -86,12 +90,6 @@ def curl_line(url: str, access: AccessConfig = OPEN_TO_ALL) -> str:
     key = '-H "Authorization: Bearer $API_KEY" ' if access.api_keys else ""
     head = f"curl {trust}{url}/v1/chat/completions {key}-H 'Content-Type: application/json'"
     return f"{head} \\\n  -d {shlex.quote(json.dumps(body))}"
-
-
-ASK_S = 0.5
-"""How often the router is asked. What it knows comes with heartbeats, which are as frequent."""
-ANSWER_S = 5.0
-FINAL = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Every message between processes: frozen, and one closed union per inbox.
 
 Owns the vocabulary of the wire: one file per topic, and here the unions, and what each version of the wire has added. Knows no
-sockets; `common/mail.py` encodes these.
-A `match` over an inbox's union ends in `assert_never`, so a new message breaks the type check at each place that must learn it.
+sockets; `common/mail.py` encodes these. A `match` over an inbox's union ends in `assert_never`, so a new message breaks the type
+check at each place that must learn it.
 
     client ─HTTP─► router ─Generate─► prefill ─Reserve─────────────► decode
                      ▲                   │  ◄─Grant | Decline──────────┤   declined: the next candidate is asked

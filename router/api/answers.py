@@ -297,7 +297,6 @@ class OpenAIShape(AnswerShape[R]):
 BlockKind: TypeAlias = Literal["content", "reasoning", "call"]
 NamedEvents: TypeAlias = Iterator[tuple[str, Mapping[str, Any]]]
 """Each is the type of an event and its fields."""
-_encode = msgspec.json.Encoder().encode
 
 
 def named_event(kind: str, fields: Mapping[str, Any]) -> bytes:

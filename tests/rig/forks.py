@@ -42,16 +42,8 @@ LOADED = (
     *("engine.backends", "engine.torch_executor", "engine.timed"),
     *("launch.local", "launch.instance_process", "launch.follower_process", "launch.router_process"),
     *("common.text.tokenizer_manager", "kv_transfer.torch_transport", "tests.kv_transfer.local_agent"),
-    *(
-        "router.process",
-        "uvloop",
-        "uvicorn.lifespan.on",
-        "kv_transfer.nixl",
-        "launch.settings",
-        "launch.batch",
-        "launch.chat",
-        "simulation.plan",
-    ),
+    *("router.process", "uvloop", "uvicorn.lifespan.on", "kv_transfer.nixl"),
+    *("launch.settings", "launch.batch", "launch.chat", "simulation.plan"),
     *("transformers.tokenization_utils_tokenizers", "transformers.convert_slow_tokenizer", "xgrammar"),
 )
 STARTING = {"common.processes.child", "engine.models.group_process", "engine.grammar.compiler_process"}

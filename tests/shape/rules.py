@@ -201,6 +201,17 @@ def _named_types(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield target.id, node.lineno
 
 
+def names_given_once(source: Source) -> Iterator[Fault]:
+    """A file gives each of its names one value: what reads the first would get the second, without a word."""
+    first: dict[str, int] = {}
+    for node in source.tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name) and first.setdefault(target.id, node.lineno) != node.lineno:
+                yield Fault(source.path, node.lineno, f"{target.id} has a value already, in line {first[target.id]}")
+
+
 RULES: tuple[Rule, ...] = (
     short_files,
     short_functions,
@@ -213,6 +224,7 @@ RULES: tuple[Rule, ...] = (
     no_pickle,
     no_blanket_ignore,
     full_sentences,
+    names_given_once,
 )
 
 

@@ -81,6 +81,7 @@ BROKEN: list[tuple[Rule, str, str, int]] = [
     (rules.no_drawer, "common/utils.py", OPENING, 1),
     (rules.nothing_unfinished, "a.py", OPENING + "x = 1  # TO" + "DO: more\n", 2),
     (rules.full_sentences, "a.py", OPENING + 'x = 1\n"""Of an answer."""\n', 3),
+    (rules.names_given_once, "a.py", OPENING + "LIMIT_S = 5.0\nLIMIT_S: float = 0.5\n", 3),
     (rules.no_pickle, "a.py", OPENING + "import pickle\n", 2),
     (rules.no_pickle, "a.py", OPENING + "from pickle import loads\n", 2),
     (rules.no_pickle, "a.py", OPENING + "socket.recv_pyobj()\n", 2),
