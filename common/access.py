@@ -26,6 +26,8 @@ from common.addresses import OWNER_CHARS, host_of, is_loopback
 from common.config import AccessConfig, SecurityConfig
 from common.errors import ConfigError, needs_file
 
+# --- the cluster key ---------------------------------------------------------------------------------------------------------
+
 KEY_BYTES = 32
 MOST_KEY_FILE_BYTES = 4096
 
@@ -109,6 +111,8 @@ def read_key(path: str) -> ClusterKey:
         raise ConfigError(f"--cluster-key: {path} is no key file: make one with `launch key FILE`")
     return derive(secret)
 
+
+# --- the router's HTTP side --------------------------------------------------------------------------------------------------
 
 MOST_KEYS = 1_000
 """Names of keys are labels of metrics, so there may be only so many."""

@@ -92,6 +92,9 @@ def curl_line(url: str, access: AccessConfig = OPEN_TO_ALL) -> str:
     return f"{head} \\\n  -d {shlex.quote(json.dumps(body))}"
 
 
+# --- launch drain ------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrainFlags:
     """What `launch drain` asks for."""

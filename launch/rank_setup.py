@@ -116,6 +116,9 @@ def _make_executor(
     return engine, TorchExecutor(command.model, engine, wake, progress, group, parallel.agree, command.drafting)
 
 
+# --- the ranks of one command ------------------------------------------------------------------------------------------------
+
+
 class RankChildren:
     """Made by the main thread. wake: called on any thread when `check` has news."""
 

@@ -23,6 +23,8 @@ from common.instance.ports import Send
 from common.messages import WIRE_VERSION, Counters, Heartbeat, InstanceInfo, LinkState, Load, Register, since
 from common.pages.layout import heads_of
 
+# --- joining -----------------------------------------------------------------------------------------------------------------
+
 ADVICE = {
     "context": ": give every instance the same --context-tokens",
     "--verify-pages": ": give every instance the same one; it must be off where an instance has several ranks (--tp)",
@@ -113,6 +115,8 @@ def difference(info: InstanceInfo, member: InstanceInfo) -> str | None:
             return f"its {name} is {asked}, but that of {member.id} in this fleet is {expected}{ADVICE.get(name, '')}"
     return None
 
+
+# --- members and their lines -------------------------------------------------------------------------------------------------
 
 QUARANTINE_DIVISOR = 4
 """An instance takes no requests while more than one page in four is quarantined: transfers fail there, and little memory is

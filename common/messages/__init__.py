@@ -139,6 +139,9 @@ DetokenizerInbox: TypeAlias = AnswerMessage | Trace
 AnyMessage: TypeAlias = RouterInbox | InstanceInbox | DetokenizerInbox | ToFollower | ToLeader
 
 
+# --- versions ----------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class WireVersion:
     """What a version has added to the one before it."""

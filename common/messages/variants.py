@@ -27,6 +27,8 @@ from common.messages.base import UNNAMED, Message
 from common.messages.requests import Failed
 from common.ranges import Count, Seconds, Size
 
+# --- weights -----------------------------------------------------------------------------------------------------------------
+
 MOST_SEGMENTS = 4_096
 MOST_WEIGHTS = 16_384
 VERSION_CHARS = 128
@@ -126,6 +128,8 @@ class HoldSteps(Message, frozen=True):
     """Launch no step from now on; False: go on."""
 
 
+# --- adapters ----------------------------------------------------------------------------------------------------------------
+
 NAME_CHARS = 256
 MOST_ENTRIES = 2_048
 """Adapters that a fleet knows, the removed ones among them."""
@@ -222,6 +226,8 @@ class AdaptersHeld(Message, frozen=True):
     failed: dict[Digest, str] = msgspec.field(default_factory=dict)
     """Why it cannot hold what is needed."""
 
+
+# --- tasks -------------------------------------------------------------------------------------------------------------------
 
 RESULT_CHARS = 8 * 2**20
 ShortText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from engine.grammar.compiler import GrammarVocabulary
 
 
+# --- structural tags ---------------------------------------------------------------------------------------------------------
+
 MAX_WHITESPACE = 16
 """So many characters of white space at most between two parts of a JSON text. Without a limit, a model may write nothing else."""
 # Left out are the XML forms of JSON, whose white space has no end, and keys with which parts of a schema are not enforced
@@ -115,6 +117,8 @@ def _parts(form: dict[str, Any]) -> list[tuple[str, Any, str | None]]:
         parts.append((f"rules[{at}][1]", rule[1] if isinstance(rule, list) and len(rule) == 2 else None, None))
     return parts
 
+
+# --- whose grammar is next, and what is kept ---------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
