@@ -172,9 +172,10 @@ class AnswerFormat:
 
     def marks(self, *, calls: bool) -> tuple[str, ...]:
         """What a client's answer is parsed by. calls: whether it may have calls."""
+        if self.has_channels:
+            return (*readers.CHANNEL_MARKS, *HARMONY.texts)
         thoughts = () if self.thoughts is None else (self.thoughts.begin, self.thoughts.end)
-        tools = HARMONY if self.has_channels else self.tools if calls else None
-        return thoughts if tools is None else (*thoughts, *tools.texts)
+        return (*thoughts, *self.tools.texts) if self.tools is not None and calls else thoughts
 
     def new_parser(self, functions: Sequence[Function], *, separates: bool, opened: bool) -> Callable[[], AnswerParser] | None:
         """Makes parsers of answers that may call these functions; None: all text is content. separates: thoughts are told apart.

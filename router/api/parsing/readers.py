@@ -453,6 +453,8 @@ _ESCAPE, _ESCAPED = re.compile(r"\\(.)", re.DOTALL), frozenset("\\'\"abfnrtvxuUN
 
 CHANNEL, START, MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
 END, CALLED, RETURN = "<|end|>", "<|call|>", "<|return|>"
+CHANNEL_MARKS = CHANNEL, START, MESSAGE, END, CALLED, RETURN
+"""What the reader of channels looks for."""
 _CHANNELS, _MESSAGE = Marks(CHANNEL, START, END, CALLED, RETURN), Marks(MESSAGE)
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.:/-]+)")
 
