@@ -471,6 +471,7 @@ class RequestBook:
 
     def _end(self, record: Record, ending: Ending, now: float, last: TextDelta | None = None) -> None:
         """The one way out of the book. last: what comes with the ending."""
+        ending = record.spec.in_client_words(ending)
         request_id = record.spec.request_id
         del self._records[request_id]
         self._fleet.adapters.end(record.adapter)

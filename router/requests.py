@@ -106,6 +106,18 @@ class RequestSpec:
     """The name of the LoRA adapter that computes it beside the model; "": none."""
     blocks: BlockNames | None = None
     """Names of the prompt's blocks; None: they were not named."""
+    grammar_field: str = ""
+    """The client's field that asks for the grammar, which instances know by its kind alone."""
+
+    def in_client_words(self, ending: Ending) -> Ending:
+        """Put the client's field into an instance's error about the grammar, in place of its kind."""
+        grammar = self.sampling.grammar
+        if grammar is None or not isinstance(ending, Failed):
+            return ending
+        if not ending.message.startswith(f"{grammar.kind}:"):
+            return ending
+        message = self.grammar_field + ending.message.removeprefix(grammar.kind)
+        return replace(ending, message=message, field=ending.field and self.grammar_field)
 
     @property
     def prompt_tokens(self) -> int:

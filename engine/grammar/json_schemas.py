@@ -111,6 +111,8 @@ _KEYWORDS: Mapping[str, set[str]] = {
     "boolean": set(),
     "null": set(),
 }
+_CLOSES_OBJECT = {"properties", "patternProperties", "unevaluatedProperties"}
+"""Beside these, other properties come only if additionalProperties says so, as at OpenAI."""
 _REFERENCE = re.compile("#(?:/[^/~%]+)*")
 """xgrammar reads the names as they are, and JSON schema with the escapes of pointers and of URIs."""
 _PLAIN_NAME = re.compile(r'[^\x00-\x1f"\\\x7f-\U0010ffff]*')
@@ -321,7 +323,10 @@ class _Check:
         properties, patterns = as_object(schema.get("properties")), as_object(schema.get("patternProperties"))
         for key, each in properties.items():
             self.schema(each, f"{where}.properties.{key}")
-        others = schema.get("additionalProperties", False)
+        # xgrammar reads a missing additionalProperties as false, also beside nothing but a size.
+        others = schema.get("additionalProperties", not schema.keys() & _CLOSES_OBJECT)
+        if others is True:
+            self.edits.append((schema, {"additionalProperties": True}))
         if not isinstance(others, bool):
             self.schema(others, f"{where}.additionalProperties")
         required = schema.get("required", [])
@@ -341,16 +346,22 @@ class _Check:
             self._pattern(pattern, f"{where}.patternProperties")
             self.schema(each, f"{where}.patternProperties.{pattern}")
         least = schema.get("minProperties", 0)
-        is_open = bool(patterns) or others is not False or not properties
+        is_open = bool(patterns) or others is not False
         if is_open and least > max(1, len(required)):
             raise self.refusal(where, "minProperties above 1 is supported for named properties alone")
+        problem = f"minProperties is {least}, but properties has {len(properties)}: name more, or lower it"
+        self.require(is_open or least <= len(properties), where, problem)
         self.require(schema.get("unevaluatedProperties", False) is False, where, "unevaluatedProperties is supported as false")
 
     def _array(self, schema: dict[str, Any], where: str) -> None:
-        items = schema.get("items", True)
+        first = schema.get("prefixItems", [])
+        has_room = not first or max(schema.get("minItems", 0), schema.get("maxItems", 0)) > len(first)
+        items = schema.get("items", has_room and "unevaluatedItems" not in schema)
+        if items is True:  # xgrammar reads a missing one as false
+            self.edits.append((schema, {"items": True}))
         if not isinstance(items, bool):
             self.schema(items, f"{where}.items")
-        for index, each in enumerate(schema.get("prefixItems", [])):
+        for index, each in enumerate(first):
             self.schema(each, f"{where}.prefixItems[{index}]")
         self.require(schema.get("unevaluatedItems", False) is False, where, "unevaluatedItems is supported as false")
 

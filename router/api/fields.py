@@ -188,6 +188,7 @@ class ReadRequest:
     grammar: Grammar | None = None
     """What the answer must match; None: anything."""
     grammar_field: str = ""
+    """The field that asks for the grammar."""
     pooling: Pooling | None = None
     """See `SamplingParams`."""
     logprob_ids: tuple[int, ...] = ()

@@ -100,7 +100,8 @@ class ChatPlanner:
         if not marks:
             return accepted
         opened = self._opens_thoughts(request, accepted.specs[0].prompt)
-        grammar = answer_grammar(request.tools, self._format, request.grammar, opened=opened)
+        field = request.grammar_field
+        grammar = answer_grammar(request.tools, self._format, request.grammar, field=field, opened=opened)
         special = self._tokenizer.special_tokens.items()
         shown_marks = tuple(token for text, token in special if any(text in mark for mark in marks))
         specs = tuple(
@@ -209,9 +210,9 @@ class Intake:
         encode = partial(self._tokenizer.encode_chat, request.messages, options, request.prompt_field)
         prompts = await self._encode(request, client, [(texts, encode)], size)
         accepted = self._chats.completed(request, self._accept(request, client, prompts))
-        sampling = accepted.specs[0].sampling
-        sampling.validate()
-        self._check_grammar(sampling, "tools" if request.grammar is None else request.grammar_field)
+        spec = accepted.specs[0]
+        spec.sampling.validate()
+        self._check_grammar(spec.sampling, spec.grammar_field)
         return accepted
 
     async def accept_completion(self, request: CompletionRequest, client: ClientRequest) -> Accepted:
@@ -407,6 +408,7 @@ class Intake:
                         session=client.session,
                         adapter=prompt.adapter,
                         blocks=prompt.blocks,
+                        grammar_field="tools" if request.grammar is None else request.grammar_field,
                     )
                 )
         echoes = tuple(prompt.echo for prompt in prompts for _ in range(fields.n))

@@ -13,7 +13,8 @@ import pydantic
 import pytest
 from msgspec.structs import replace
 
-from common.messages import ExpectAnswer
+from common.errors import BadRequest
+from common.messages import ExpectAnswer, Failed
 from router.api.chat import call_for_template
 from tests.router.calls import CALL, SCHEMA, THOUGHT, assert_error, chat, openai_client, post, sent_to_fleet
 from tests.router.fakes import MODEL, EchoFleet, Site
@@ -250,6 +251,30 @@ async def test_a_fleet_with_grammar_off_refuses_what_needs_one_by_name(path: str
         assert (await post(site, "/v1/chat/completions", chat(tools=TOOLS))).status_code == 200
         refused = await post(site, path if path.startswith("/") else f"/v1/{path}", asked)
         assert f"{field}: the instances run with --grammar off" in assert_error(refused, 400, "invalid_request_error", field)
+
+
+JSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+TEXT_FORMAT = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize("fail_at", [0, 1])
+@pytest.mark.parametrize(
+    ("path", "asked", "kind", "field"),
+    [
+        ("/v1/chat/completions", chat(response_format=JSON_FORMAT), "structural_tag", "response_format"),
+        ("/v1/chat/completions", chat(tools=TOOLS, tool_choice="required"), "structural_tag", "tools"),
+        ("/v1/chat/completions", chat(structured_outputs={"json": SCHEMA}), "structural_tag", "structured_outputs.json"),
+        ("/v1/completions", {"model": MODEL, "prompt": "a", "guided_regex": "a"}, "regex", "guided_regex"),
+        ("/v1/responses", {"model": MODEL, "input": "a", "text": {"format": TEXT_FORMAT}}, "structural_tag", "text.format"),
+    ],
+)
+async def test_what_an_instance_says_against_a_grammar_names_the_field_that_the_client_sent(
+    path: str, asked: dict[str, Any], kind: str, field: str, fail_at: int
+) -> None:
+    failed = Failed.of(BadRequest(f"{kind}: no text matches it", field=kind))
+    async with Site(EchoFleet(fail_at=fail_at, failed=failed, context_tokens=2_000), chat_template=TEMPLATE) as site:
+        refused = await post(site, path, asked)
+    assert assert_error(refused, 400, "invalid_request_error", field) == f"{field}: no text matches it"
 
 
 async def test_the_grammar_of_all_choices_is_made_once(site: Site) -> None:

@@ -28,10 +28,13 @@ _ANY_TEXT = {"type": "any_text"}
 _NOTHING = {"type": "grammar", "grammar": 'root ::= ""'}
 
 
-def answer_grammar(use: ToolUse, format: AnswerFormat, response: Grammar | None, *, opened: bool) -> Grammar | None:
-    """What the answer must match; None: anything. response: what its content must match; where calls are required there is none.
-    opened: the answer begins within thoughts. Raises BadRequest when `response` cannot be joined with the rest, for a schema that
-    no answer can be held to, and for one that the format cannot be held to."""
+def answer_grammar(use: ToolUse, format: AnswerFormat, response: Grammar | None, *, field: str, opened: bool) -> Grammar | None:
+    """What the answer must match; None: anything.
+
+    response: what its content must match; where calls are required there is none. field: the
+    client's field that holds `response`. opened: the answer begins within thoughts. Raises BadRequest
+    for a schema that no answer can be held to, and for one that the format cannot be held to.
+    """
     tools, thoughts = format.tools if use.callable else None, format.thoughts
     answer = None if tools is None else _answer(use, tools, format.before_content, response)
     if answer is None:
@@ -44,7 +47,7 @@ def answer_grammar(use: ToolUse, format: AnswerFormat, response: Grammar | None,
         before = _one_after_other(thought, blank)
         answer = _one_after_other(before if opened else _optional(before), answer)
     grammar = Grammar("structural_tag", msgspec.json.encode({"type": "structural_tag", "format": answer}).decode())
-    check_text(grammar, "response_format" if tools is None else "tools")
+    check_text(grammar, field if tools is None else "tools")
     return grammar
 
 
@@ -203,11 +206,7 @@ def _format_of(grammar: Grammar) -> Format:
         case "ebnf":
             return {"type": "grammar", "grammar": grammar.text}
         case "structural_tag":
-            tag = msgspec.json.decode(grammar.text)
-            if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
-                fix = 'send {"type": "structural_tag", "format": …}'
-                raise BadRequest(f"with tools or thoughts, a structural tag must have a format: {fix}", field="response_format")
-            return dict(tag["format"])
+            return dict(msgspec.json.decode(grammar.text)["format"])
         case _:
             assert_never(grammar.kind)
 

@@ -17,7 +17,7 @@ from common.sampling_params import Grammar
 from engine.grammar.grammars import check_structural_tag, check_text
 from engine.grammar.json_schemas import _FORMS, check_regex, check_schema
 from router.api.structured import one_of
-from tests.engine.grammar.judge import COMPILER, TOKENS, json_schema
+from tests.engine.grammar.judge import COMPILER, TOKENS, allowed, json_schema, structural_tag
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
@@ -86,6 +86,50 @@ def test_what_xgrammar_would_ignore_is_refused_by_name(schema: dict[str, Any], n
 )
 def test_what_xgrammar_holds_is_accepted(schema: object) -> None:
     check_schema(schema, "response_format")
+
+
+SHAPELESS: list[dict[str, Any]] = [
+    {"type": "array"},
+    {"type": "array", "maxItems": 3},
+    {"type": "array", "minItems": 1},
+    {"type": "array", "minItems": 0},
+    {"type": ["array", "null"], "minItems": 1, "maxItems": 2, "x-note": "both sizes, and nothing of items"},
+    {"type": "array", "prefixItems": [INTEGER], "minItems": 2},
+    {"type": "array", "prefixItems": [INTEGER], "maxItems": 3},
+    {"type": "object"},
+    {"type": "object", "required": []},
+    {"type": "object", "maxProperties": 2},
+    {"type": "object", "minProperties": 1},
+    {"type": ["object", "array"], "maxProperties": 1, "maxItems": 1},
+]
+LISTS_AND_OBJECTS = [
+    [],
+    [1],
+    [1, "a"],
+    [1, [2], {"b": 3}],
+    [1, 2, 3, 4],
+    ["a"],
+    {},
+    {"a": 1},
+    {"a": [1], "b": 2},
+    {"a": 1, "b": 2, "c": 3},
+]
+
+
+@pytest.mark.parametrize("schema", SHAPELESS, ids=json.dumps)
+def test_a_schema_of_a_size_and_no_shape_lets_every_value_of_that_size_through(schema: dict[str, Any]) -> None:
+    inside = {"type": "object", "properties": {"part": schema}, "required": ["part"]}
+    for asked, values in ((schema, LISTS_AND_OBJECTS), (inside, [{"part": value} for value in LISTS_AND_OBJECTS])):
+        valid = [jsonschema_rs.is_valid(asked, value) for value in values]
+        texts = [json.dumps(value) for value in values]
+        assert allowed(json_schema(asked), texts) == valid and sum(valid) > 1
+        assert allowed(structural_tag({"type": "json_schema", "json_schema": asked}), texts) == valid
+
+
+def test_other_properties_come_only_where_the_schema_says_so_once_it_names_some() -> None:
+    assert allowed(json_schema({"type": "object", "properties": {}, "maxProperties": 2}), ["{}", '{"a": 1}']) == [True, False]
+    with pytest.raises(BadRequest, match="minProperties is 2, but properties has 1"):
+        check_schema({"type": "object", "properties": {"a": INTEGER}, "minProperties": 2}, "response_format")
 
 
 @pytest.mark.parametrize(

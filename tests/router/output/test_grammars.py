@@ -62,7 +62,7 @@ def grammar_of(
     thoughts: Thoughts | None = None,
     opened: bool = False,
 ) -> Grammar | None:
-    return answer_grammar(use, AnswerFormat(format, thoughts), response, opened=opened)
+    return answer_grammar(use, AnswerFormat(format, thoughts), response, field="text", opened=opened)
 
 
 @CASES
@@ -187,7 +187,7 @@ def test_what_would_make_a_grammar_far_larger_than_its_schema_is_refused() -> No
 
 def test_gpt_oss_answers_in_its_final_channel_what_the_response_format_says() -> None:
     answer = AnswerFormat(HARMONY, ANALYSIS)
-    grammar = answer_grammar(ToolUse(), answer, Grammar("regex", "yes|no"), opened=False)
+    grammar = answer_grammar(ToolUse(), answer, Grammar("regex", "yes|no"), field="regex", opened=False)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     assert accepts(grammar, thought + "<|channel|>final<|message|>yes") and accepts(grammar, "<|channel|>final<|message|>no")
     assert not accepts(grammar, "yes") and not accepts(grammar, thought + "<|channel|>final<|message|>maybe")
@@ -251,12 +251,6 @@ def test_a_schema_that_calls_cannot_be_held_to_is_refused_by_field() -> None:
     with pytest.raises(BadRequest) as refused:
         grammar_of(ToolUse(callable=(endless,)), HERMES)
     assert refused.value.field == "tools"
-
-
-def test_an_older_structural_tag_cannot_be_joined() -> None:
-    older = Grammar("structural_tag", '{"structures": [], "triggers": []}')
-    with pytest.raises(BadRequest, match="must have a format"):
-        grammar_of(ToolUse(), None, older, thoughts=THINK)
 
 
 @pytest.mark.parametrize(
