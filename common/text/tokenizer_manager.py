@@ -9,9 +9,12 @@ import inspect
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from common.errors import BadRequest, ConfigError
 from common.model_path import model_name, read_model_config, resolve_model_path
@@ -46,6 +49,32 @@ class ChatOptions:
 
 
 PLAIN_CHAT = ChatOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a chat template takes the calls of an earlier answer. Templates do not say it, so it is tried."""
+
+    arguments_are_text: bool
+    """Whether it gets arguments as JSON text: it adds them to other text. Most write an object, in the model's own way."""
+    content: str | None
+    """What stands for empty content beside calls: some templates write calls only where it is none, and many fail there."""
+
+
+_CALL_FORMS = tuple(CallForm(is_text, content) for is_text in (False, True) for content in ("", None))
+_TRIED_NAME = "tried_name"
+_TRIED_CALL = {"name": _TRIED_NAME, "arguments": '{"tried_key": 1}'}
+_TRIED_CHAT: Sequence[Mapping[str, Any]] = (
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "tried1234", "function": _TRIED_CALL}]},
+    {"role": "tool", "content": "1", "tool_call_id": "tried1234"},
+)
+_TOOL_DEFAULTS: Sequence[Mapping[str, Any]] = (
+    {},
+    {"description": ""},
+    {"description": "", "parameters": {"type": "object", "properties": {}}},
+)
+"""What is filled in where a client leaves it out of a function: the first of these without which the template fails."""
 
 
 class TokenizerManager:
@@ -127,23 +156,82 @@ class TokenizerManager:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions = PLAIN_CHAT) -> str:
         """The chat template applied to the messages. Raises BadRequest, also for what the template itself refuses."""
-        import jinja2
-
         if self._transformers.chat_template is None:
             reason = f"{self.model_name} has no chat template: use /v1/completions with a prompt, or start with --chat-template"
             raise BadRequest(reason, field="messages")
+        if any(message.get("tool_calls") for message in messages):
+            messages = [self._with_calls(message, self._call_form) for message in messages]
+        tools = [{**tool, "function": {**self._tool_defaults, **tool["function"]}} for tool in options.tools]
         try:
-            text: str = self._transformers.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in options.tools] or None,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                tokenize=False,
-                **options.arguments,
-            )
-        except (jinja2.TemplateError, *_TEMPLATE_BUGS) as error:
+            return self._render(messages, replace(options, tools=tools))
+        except self._template_errors as error:
             raise BadRequest(f"the chat template of {self.model_name} refuses messages: {error}", field="messages") from error
-        return text
+
+    @cached_property
+    def _template_errors(self) -> tuple[type[Exception], ...]:
+        """What a chat template raises for what it does not take."""
+        import jinja2
+
+        return (jinja2.TemplateError, *_TEMPLATE_BUGS)
+
+    @cached_property
+    def _call_form(self) -> CallForm | None:
+        """The form in which the chat template shows calls; None: it shows none."""
+        takes_calls = False
+        for form in _CALL_FORMS:
+            try:
+                text = self._render([self._with_calls(message, form) for message in _TRIED_CHAT], PLAIN_CHAT)
+            except self._template_errors:
+                continue
+            takes_calls = True
+            if _TRIED_NAME in text and "None" not in text:
+                return form
+        return None if takes_calls else _CALL_FORMS[0]  # it may refuse the tried chat, and take others
+
+    @cached_property
+    def _tool_defaults(self) -> Mapping[str, Any]:
+        """What a function gets that the client left out."""
+        for defaults in _TOOL_DEFAULTS:
+            tool = {"type": "function", "function": {"name": _TRIED_NAME, **defaults}}
+            try:
+                self._render(_TRIED_CHAT[:1], ChatOptions(tools=[tool]))
+            except self._template_errors:
+                continue
+            return defaults
+        return {}
+
+    def _with_calls(self, message: Mapping[str, Any], form: CallForm | None) -> Mapping[str, Any]:
+        """The message in this form, if it has calls. Raises BadRequest when the template would leave them out."""
+        if not message.get("tool_calls"):
+            return message
+        if form is None or (form.content is None and message["content"]):
+            where = "" if form is None else " in messages with content"
+            fix = "leave tool_calls out" if form is None else "send one of them"
+            reason = f"the chat template of {self.model_name} does not show calls{where}: {fix}, or use another --chat-template"
+            raise BadRequest(reason, field="messages")
+        calls = message["tool_calls"]
+        if not form.arguments_are_text:
+            functions = ({**call["function"], "arguments": msgspec.json.decode(call["function"]["arguments"])} for call in calls)
+            calls = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+        return {**message, "content": message["content"] or form.content, "tool_calls": calls}
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+        """Raises what the chat template raises. transformers' `apply_chat_template` takes out keys that are None, which some
+        templates look for."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if not messages:
+            raise ValueError("there is no message")
+        tools = [dict(tool) for tool in options.tools] or None
+        (text,), _ = render_jinja_template(
+            [[dict(message) for message in messages]],
+            tools=tools,
+            chat_template=self._transformers.get_chat_template(None, tools),
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **{**self.marks, **options.arguments},
+        )
+        return str(text)
 
     def _use_template(self, chat_template: str) -> None:
         """Raises ConfigError when it is no template."""

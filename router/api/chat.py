@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/chat; those of chat templates:
 https://docs.vllm.ai/en/stable/serving/openai_compatible_server.html.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,20 +97,14 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As a streamed answer has it. It changes nothing."""
 
 
-class CallArguments(dict[str, Any]):
-    """The arguments of a call for chat templates. Most templates write an object; DeepSeek's add it to a text."""
-
-    def __radd__(self, before: str) -> str:
-        return before + msgspec.json.encode(self).decode()
-
-
 def call_for_template(call_id: str, name: str, arguments: str | dict[str, Any], path: str = "") -> dict[str, Any]:
-    """A call as chat templates read it: with its arguments as an object, which they write in the model's own way. path: where
-    the text of the arguments is in the body. Raises BadRequest when it is no JSON object."""
-    parsed = json_in(arguments or "{}", path) if isinstance(arguments, str) else arguments
-    if not isinstance(parsed, dict):
+    """A call in OpenAI's form, with its arguments as text. path: where the arguments are in the body. Raises BadRequest when they
+    are no JSON object."""
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not isinstance(json_in(arguments or "{}", path), dict):
         raise BadRequest(f"{path} must be a JSON object, as text", field=path, code="invalid_value")
-    call = {"type": "function", "function": {"name": name, "arguments": CallArguments(parsed)}}
+    call = {"type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
     return {"id": call_id} | call if call_id else call
 
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import jinja2
 import openai
 import pydantic
 import pytest
@@ -15,7 +14,6 @@ from msgspec.structs import replace
 
 from common.errors import BadRequest
 from common.messages import ExpectAnswer, Failed
-from router.api.chat import call_for_template
 from tests.router.calls import CALL, SCHEMA, THOUGHT, assert_error, chat, openai_client, post, sent_to_fleet
 from tests.router.fakes import MODEL, EchoFleet, Site
 
@@ -133,13 +131,6 @@ async def test_the_channels_of_gpt_oss_are_told_apart_without_tools_and_stay_on_
         assert (message.content, (message.model_extra or {})["reasoning"]) == ("Yes.", "hm")
         kept = await client.chat.completions.create(**echoing(text, extra_body={"separate_reasoning": False}))
         assert kept.choices[0].message.content == "<|channel|>analysis<|message|>hm<|end|>Yes."
-
-
-def test_templates_read_arguments_as_an_object_and_those_of_deepseek_as_a_text() -> None:
-    call = call_for_template("", "weather", '{"city": "Åre"}', "messages[1]")
-    template = "{{ '<sep>' + call.function.arguments + '<end>' }} {{ call.function.arguments.city }} {{ call | tojson }}"
-    written = jinja2.Environment().from_string(template).render(call=call)
-    assert written.startswith('<sep>{"city":"Åre"}<end> Åre {') and '"arguments": {"city"' in written
 
 
 async def test_what_the_client_parsed_of_an_answer_may_be_sent_back_with_it(client: openai.AsyncOpenAI) -> None:

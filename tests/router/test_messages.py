@@ -458,7 +458,7 @@ async def test_what_claude_code_sends_is_served(body: dict[str, Any], template: 
 
 
 def called(id: str, path: str) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": "Read", "arguments": {"path": path}}}
+    return {"id": id, "type": "function", "function": {"name": "Read", "arguments": json.dumps({"path": path})}}
 
 
 CONVERSATION = (

@@ -136,7 +136,7 @@ def test_items_become_the_messages_that_chat_templates_want() -> None:
         )
     )
 
-    def called(id: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def called(id: str, arguments: str) -> dict[str, Any]:
         return {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
 
     assert request.messages == (
@@ -147,11 +147,11 @@ def test_items_become_the_messages_that_chat_templates_want() -> None:
             "role": "assistant",
             "content": "c",
             "reasoning_content": "hm",
-            "tool_calls": [called("c1", {"a": 1}), called("c2", {"a": 1})],
+            "tool_calls": [called("c1", '{"a": 1}'), called("c2", '{"a": 1}')],
         },
         {"role": "tool", "content": "1", "tool_call_id": "c1"},
         {"role": "tool", "content": "2", "tool_call_id": "c2"},
-        {"role": "assistant", "content": "", "tool_calls": [called("c3", {})]},
+        {"role": "assistant", "content": "", "tool_calls": [called("c3", "{}")]},
     )
     assert request.tools.required and [one.name for one in request.tools.callable] == ["weather"]
     assert (request.max_tokens, request.max_tokens_field, request.fields.reasoning_effort) == (7, "max_output_tokens", "low")

@@ -147,7 +147,7 @@ def test_a_model_without_a_chat_template_says_so(tmp_path: Path) -> None:
 
 TOOL_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}[{{ message.role }}]{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.city }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}[answer]"
     "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}{% endif %}"
 )
@@ -156,7 +156,7 @@ TOOL_TEMPLATE = (
 def test_a_template_gets_tools_arguments_and_calls_as_transformers_gives_them(tmp_path: Path, folder: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(TOOL_TEMPLATE)
-    function = {"name": "weather", "arguments": {"city": "Oslo"}}
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
@@ -165,7 +165,7 @@ def test_a_template_gets_tools_arguments_and_calls_as_transformers_gives_them(tm
     for given in (str(file), TOOL_TEMPLATE):
         manager = TokenizerManager(str(folder), given)
         options = ChatOptions(tools=tools, arguments={"enable_thinking": False})
-        assert manager.render_chat(messages, options) == f"{json.dumps(list(tools))}[user]hi[assistant]Oslo[answer]"
+        assert manager.render_chat(messages, options) == f"{json.dumps(list(tools))}[user]hi[assistant]weatherOslo[answer]"
         assert manager.render_chat(messages[:1]) == "[user]hi[answer]<think>"
         goes_on = ChatOptions(add_generation_prompt=False, continue_final_message=True)
         assert manager.render_chat([*messages, {"role": "user", "content": "no"}], goes_on).endswith("[user]no")
@@ -173,6 +173,58 @@ def test_a_template_gets_tools_arguments_and_calls_as_transformers_gives_them(tm
         assert not any(map(manager.reads, ("enable", "message.content"))), "a name is one whole word"
         assert not any(map(manager.reads, ("messages", "tools", "tokenize", "eos_token"))), "these are not for clients to set"
         assert manager.chat_template == TOOL_TEMPLATE and manager.special_tokens == {"<|im_start|>": 0, "<|im_end|>": 1}
+
+
+EACH = "{% for message in messages %}[{{ message.role }}]"
+CALL_OF = "{% for call in message.tool_calls or [] %}<{{ call.function.name"
+WRITES_OBJECTS = EACH + "{{ message.content }}" + CALL_OF + " }} {{ call.function.arguments | tojson }}>{% endfor %}{% endfor %}"
+ADDS_TEXTS = EACH + "{{ message.content }}" + CALL_OF + " + ' ' + call.function.arguments }}>{% endfor %}{% endfor %}"
+ONLY_BESIDE_NULL = (  # as DeepSeek V3's
+    EACH + "{% if message.content is none %}" + CALL_OF + " + ' ' + call.function.arguments }}>{% endfor %}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+FAILS_AT_NULL = (
+    EACH + "{{ message.content.strip() }}" + CALL_OF + " }} {{ call.function.arguments | tojson }}>{% endfor %}{% endfor %}"
+)
+SHOWS_NO_CALLS = EACH + "{{ message.content }}{% endfor %}"
+
+
+def chat_with_call(content: str) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city":  "Åre"}'}}
+    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "written"),
+    [
+        (WRITES_OBJECTS, "", '[user]hi[assistant]<weather {"city": "Åre"}>'),
+        (WRITES_OBJECTS, "So.", '[user]hi[assistant]So.<weather {"city": "Åre"}>'),
+        (ADDS_TEXTS, "So.", '[user]hi[assistant]So.<weather {"city":  "Åre"}>'),
+        (ONLY_BESIDE_NULL, "", '[user]hi[assistant]<weather {"city":  "Åre"}>'),
+        (FAILS_AT_NULL, "", '[user]hi[assistant]<weather {"city": "Åre"}>'),
+    ],
+)
+def test_the_calls_of_earlier_answers_reach_the_prompt_in_the_form_that_the_template_takes(
+    folder: Path, template: str, content: str, written: str
+) -> None:
+    assert TokenizerManager(str(folder), template).render_chat(chat_with_call(content)) == written
+
+
+@pytest.mark.parametrize(("template", "content"), [(ONLY_BESIDE_NULL, "So."), (SHOWS_NO_CALLS, ""), (SHOWS_NO_CALLS, "So.")])
+def test_calls_that_the_template_would_leave_out_of_the_prompt_are_refused(folder: Path, template: str, content: str) -> None:
+    with pytest.raises(BadRequest, match="does not show calls"):
+        TokenizerManager(str(folder), template).render_chat(chat_with_call(content))
+
+
+NEEDS_DESCRIPTIONS = "{% for tool in tools %}{{ '// ' + tool.function.description + ' ' + tool.function.name }}{% endfor %}"
+
+
+def test_a_function_without_a_description_has_an_empty_one_only_where_the_template_needs_one(folder: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g", "description": "G"}}]
+    hello = [{"role": "user", "content": "hi"}]
+    needing = TokenizerManager(str(folder), NEEDS_DESCRIPTIONS)
+    assert needing.render_chat(hello, ChatOptions(tools=tools)) == "//  f// G g"
+    assert TokenizerManager(str(folder), "{{ tools | tojson }}").render_chat(hello, ChatOptions(tools=tools)) == json.dumps(tools)
 
 
 @pytest.mark.parametrize(
