@@ -13,7 +13,7 @@ from common.ranges import Count, Integer, Number, TokenId
 
 MAX_SEED = 2**63 - 1
 MAX_STOP_TOKENS = MAX_BIASED_TOKENS = 1024
-MAX_BAD_WORDS, MAX_BAD_WORD = 64, 16
+MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 16
 """Sequences, and tokens of each."""
 MAX_LOGPROBS = 20
 MAX_LOGPROB_IDS = 64

@@ -121,6 +121,8 @@ class IncrementalDecoder:
         return self._decode(self._settled + token_ids)[len(before) :]
 
 
+_METASPACE = "▁"
+"""What tokenizers that are like SentencePiece write for a space."""
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -140,6 +142,7 @@ class TokenText:
         self._special = frozenset(id for id, token in added.items() if token.special)
         kinds = _decoder_kinds(json.loads(tokenizer.to_str())["decoder"])
         self._byte_of = _byte_by_character() if "ByteLevel" in kinds else None
+        self._character_of = {byte: character for character, byte in (self._byte_of or {}).items()}
         self._falls_back = "ByteFallback" in kinds
         self._known: dict[int, _Token] = {}
 
@@ -153,6 +156,18 @@ class TokenText:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
+
+    def written(self, text: str) -> str:
+        """The text as the vocabulary writes it within tokens."""
+        if self._byte_of is None:
+            return text.replace(" ", _METASPACE)
+        return "".join(self._character_of[byte] for byte in text.encode())
+
+    def read(self, written: str) -> str:
+        """The text of a part of a token, with U+FFFD for bytes that are no character."""
+        if self._byte_of is None:
+            return written.replace(_METASPACE, " ")
+        return bytes(self._byte_of.get(character, 0xFF) for character in written).decode(errors="replace")
 
     def _of(self, token_id: int) -> _Token:
         known = self._known.get(token_id)

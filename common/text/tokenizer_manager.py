@@ -8,7 +8,8 @@ the libraries when a tokenizer is loaded.
 import inspect
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -85,6 +86,7 @@ class TokenizerManager:
     """
 
     def __init__(self, model: str, chat_template: str = "") -> None:
+        from common.text.spellings import Spellings
         from common.text.token_text import TokenText
 
         path = resolve_model_path(model, weights=False)
@@ -98,6 +100,7 @@ class TokenizerManager:
         self._transformers = _load(path)
         self.backend: Tokenizer = self._transformers.backend_tokenizer
         self.token_text = TokenText(self.backend)
+        self._spellings = Spellings(self.backend, self.token_text)
         if chat_template:
             self._use_template(chat_template)
         templates = self._transformers.chat_template or ""
@@ -120,15 +123,27 @@ class TokenizerManager:
         except UnicodeEncodeError as error:
             raise BadRequest(f"{field} contains half of a surrogate pair, which is not text", field=field) from error
         # A batch of one: `encode` holds the interpreter's lock until it is done, so that no other thread runs meanwhile.
-        try:
+        with self._refusing_panics(field):
             (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
+        return ids
+
+    def spellings(self, word: str, field: str) -> Sequence[tuple[int, ...]]:
+        """Token ids of each way in which the tokenizer writes this word in a text. field: which held it. Raises BadRequest."""
+        self.encode(word, field=field)  # it may be no text
+        with self._refusing_panics(field):
+            return self._spellings.of(word)
+
+    @contextmanager
+    def _refusing_panics(self, field: str) -> Iterator[None]:
+        """Raises BadRequest when the tokenizers library panics. field: which held the text."""
+        try:
+            yield
         except BaseException as error:
             if type(error).__module__ != _RUST_PANICS:
                 raise
             problem = f"the tokenizer of {self.model_name} fails at this text, so shorten or change it: {error}"
             raise BadRequest(f"{field}: {problem}", field=field) from None  # a traceback says nothing more
-        ids: list[int] = encoded.ids
-        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of these tokens; incomplete characters are U+FFFD. Ids that the tokenizer lacks have no text."""

@@ -141,7 +141,7 @@ class SamplingFields(Sampling, frozen=True, kw_only=True, forbid_unknown_fields=
     bad_words: Annotated[
         list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]], Meta(max_length=MAX_BAD_WORDS)
     ] = []
-    """Texts that the answer must not contain, as the tokenizer spells them."""
+    """Texts that the answer must not contain, as the tokenizer spells them beside any other text."""
     prompt_logprobs: TopLogprobs | None = None
     """Send how likely each token of the prompt was, and so many of the likeliest tokens, as vLLM does."""
     return_token_ids: bool = False

@@ -20,7 +20,7 @@ from common.config import RouterConfig
 from common.errors import BadRequest, NotFound
 from common.ids import ID_BYTES, Digest, Variant, pack_ids, unpack_ids
 from common.pages.radix_cache import BlockNames
-from common.sampling_params import SamplingParams
+from common.sampling_params import MAX_BAD_WORDS, SamplingParams
 from common.text.embedding import EmbeddingMode
 from common.text.tokenizer_manager import ChatOptions, TokenizerManager
 from router.api.answers import Accepted
@@ -209,7 +209,7 @@ class Intake:
         self._chats.require_known_calls(request)
         encode = partial(self._tokenizer.encode_chat, request.messages, options, request.prompt_field)
         prompts = await self._encode(request, client, [(texts, encode)], size)
-        accepted = self._chats.completed(request, self._accept(request, client, prompts))
+        accepted = self._chats.completed(request, await self._accept(request, client, prompts))
         spec = accepted.specs[0]
         spec.sampling.validate()
         self._check_grammar(spec.sampling, spec.grammar_field)
@@ -229,7 +229,7 @@ class Intake:
                     parts.append(([prompt.query, prompt.document], encode))
                 case _:
                     parts.append(((), partial(tuple, prompt)))
-        return self._accept(request, client, await self._encode(request, client, parts, sum(map(len, request.prompts))))
+        return await self._accept(request, client, await self._encode(request, client, parts, sum(map(len, request.prompts))))
 
     async def tokenize(self, asked: TokenizeRequest, owner: str = "") -> Tokenized:
         """owner: see `RequestSpec`. Raises BadRequest, NotFound, Overloaded."""
@@ -364,13 +364,15 @@ class Intake:
                 if tokens >= context:
                     raise ContextExceeded(context, f"{prompt_field} has more, so shorten it", prompt_field)
 
-    def _accept(self, request: ReadRequest, client: ClientRequest, prompts: Sequence[_Encoded]) -> Accepted:
+    async def _accept(self, request: ReadRequest, client: ClientRequest, prompts: Sequence[_Encoded]) -> Accepted:
         fields, prompt_field, context = request.fields, request.prompt_field, self.context_tokens
         stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
         if client.owner and fields.priority < 0:
             raise BadRequest("priority must be 0 or more where API keys share the fleet: leave it out", field="priority")
         seed = secrets.randbits(SEED_BITS) if fields.seed is None else fields.seed
-        base = self._sampling(request)
+        words = request.fields.bad_words
+        bad_words = await self._threads.run(client.owner, partial(self._bad_words, words)) if words else ()
+        base = self._sampling(request, bad_words)
         specs: list[RequestSpec] = []
         tokens = [len(prompt.packed) // ID_BYTES for prompt in prompts]
         check_prompt_pairs(tokens, fields.n, request.prompt_logprobs, in_stream=fields.stream)
@@ -415,7 +417,7 @@ class Intake:
         prompt_tokens = sum(len(prompt.packed) for prompt in prompts) // ID_BYTES
         return Accepted(tuple(specs), prompt_tokens, echoes)
 
-    def _sampling(self, request: ReadRequest) -> SamplingParams:
+    def _sampling(self, request: ReadRequest, bad_words: tuple[tuple[int, ...], ...]) -> SamplingParams:
         """What the request says of sampling, without what depends on the prompt and the choice. Raises BadRequest."""
         fields = request.fields
         biases = biases_of(fields)
@@ -428,7 +430,7 @@ class Intake:
             top_k=0 if fields.top_k == ALL_TOKENS else fields.top_k,
             stop_token_ids=tuple(dict.fromkeys(fields.stop_token_ids)),
             logit_bias=biases,
-            bad_words=self._bad_words(fields.bad_words),
+            bad_words=bad_words,
             logprobs=request.logprobs,
             logprob_ids=request.logprob_ids,
             prompt_logprobs=request.prompt_logprobs,
@@ -439,17 +441,16 @@ class Intake:
         return sampling
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of each text, as it begins a text and as it follows a space, as in vLLM: tokenizers spell the two in
-        different ways. The second is left out if it only puts a token for the space in front. Raises BadRequest."""
+        """The token ids of each spelling of each text. Spaces before a text do not count. Raises BadRequest."""
         sequences: list[tuple[int, ...]] = []
         for word in words:
-            encode = partial(self._tokenizer.encode, add_special_tokens=False, field="bad_words")
-            plain, behind = encode(word.lstrip()), encode(" " + word.lstrip())
-            if not plain:
+            spelled = self._tokenizer.spellings(word.lstrip(), field="bad_words")
+            if not spelled:
                 raise BadRequest(f"bad_words holds {word!r}, which has no tokens: leave it out", field="bad_words")
-            sequences.append(tuple(plain))
-            if len(behind) == len(plain) and behind[0] != plain[0]:
-                sequences.append(tuple(behind))
+            sequences += spelled
+        if len(set(sequences)) > MAX_BAD_WORDS:
+            problem = f"has {len(set(sequences))} spellings in tokens, of which a request gets at most {MAX_BAD_WORDS}"
+            raise BadRequest(f"bad_words {problem}: send fewer", field="bad_words")
         return tuple(dict.fromkeys(sequences))
 
     def _check_grammar(self, sampling: SamplingParams, field: str) -> None:

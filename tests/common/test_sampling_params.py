@@ -14,7 +14,7 @@ LEAST = {
 MOST = {
     "repetition_penalty": 10.0, "presence_penalty": 2.0, "frequency_penalty": 2.0,
     "logit_bias": tuple((token, 100.0) for token in range(1024)), "min_tokens": 9, "stop_token_ids": (5,) * 1024,
-    "bad_words": ((2,) * 16,) * 64, "logprobs": 20, "prompt_logprobs": 20,
+    "bad_words": ((2,) * 16,) * 1024, "logprobs": 20, "prompt_logprobs": 20,
 }  # fmt: skip
 NAN = float("nan")
 
@@ -34,7 +34,7 @@ def test_what_is_within_its_limits_is_accepted(fields: dict[str, Any]) -> None:
         ("frequency_penalty", (-2.1, 2.1, NAN)),
         ("logit_bias", (((3, 100.5),), ((3, -101.0),), ((3, NAN),), ((3, 1.0), (3, 2.0)), ((3, 1.0),) * 1025)),
         ("min_tokens", (-1, 10)),
-        ("bad_words", (((),), ((1,) * 17,), ((1,),) * 65)),
+        ("bad_words", (((),), ((1,) * 17,), ((1,),) * 1025)),
         ("stop_token_ids", ((1,) * 1025,)),
         ("logprobs", (-1, 21)),
         ("prompt_logprobs", (-1, 21)),

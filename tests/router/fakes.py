@@ -147,6 +147,9 @@ class CharTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "prompt") -> list[int]:
         return [ord(char) for char in text]
 
+    def spellings(self, word: str, field: str) -> Sequence[tuple[int, ...]]:
+        return [tuple(self.encode(word, field=field))] if word else []
+
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         return list(map(chr, ids))
 
