@@ -24,7 +24,10 @@ BLIND_EXCEPT_ALLOWED = {
     ("engine/torch_executor.py", "_launch_steps"): "the outermost door of a thread: the next poll raises what it caught",
     ("engine/torch_executor.py", "_complete_steps"): "the outermost door of a thread: the next poll raises what it caught",
     ("engine/grammar/grammars.py", "_work"): "the outermost door of a thread: the next poll raises what it caught",
-    ("common/text/tokenizer_manager.py", "encode"): "a panic of Rust has a class that cannot be named; all else is raised again",
+    (
+        "common/text/tokenizer_manager.py",
+        "_refusing_panics",
+    ): "a panic of Rust has a class that cannot be named; all else is raised again",
     ("kv_transfer/transfer_loop.py", "_run"): "the outermost door of a thread: the next call of the port raises what it caught",
     (
         "router/api/sending.py",
