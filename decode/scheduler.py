@@ -302,13 +302,13 @@ class DecodeScheduler:
         self, answered: list[DecodeRequest], rows: Int32Array, tokens: Int32Array, *, drafted: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """See `Batch.record`."""
-        masks = self._batch.record(rows, tokens, drafted=drafted)
+        stopped, at_limit = self._batch.record(rows, tokens, drafted=drafted)
         if self._speculation is not None:
             is_first = self._batch.sampled[rows] == 1
-            for at in np.flatnonzero(is_first).tolist():
+            for at in np.flatnonzero(is_first & ~stopped & ~at_limit).tolist():
                 self._speculation.begin(int(rows[at]), np.append(answered[at].prompt, tokens[at]))
             self._speculation.add(rows[~is_first], tokens[~is_first], drafted)
-        return masks
+        return stopped, at_limit
 
     # --- planning --------------------------------------------------------------------------------------------------------
 

@@ -391,8 +391,8 @@ class RequestTable(Generic[R]):
         if asked.first >= len(prompt):
             raise BadRequest(f"first must be between 0 and {len(prompt) - 1}", field="first")
         answer_tokens = asked.sampling.max_new_tokens if self._me.role == "decode" else 0
-        tokens = len(prompt) + answer_tokens
-        most_pages = layout.pages_for(max(len(prompt), tokens - 1))  # the last token of an answer is never fed back
+        tokens = max(len(prompt), len(prompt) + answer_tokens - 1)  # the last token of an answer is never fed back
+        most_pages = layout.pages_for(tokens)
         if tokens > model.context_tokens or most_pages > self._engine.total_pages:
             field = "max_tokens" if answer_tokens else "prompt"
             raise BadRequest(f"the request needs {tokens} tokens: too long for {self._me.id}", field=field)

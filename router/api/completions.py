@@ -143,8 +143,8 @@ def require_few_ids(body: bytes, context_tokens: int | None, field: str = "promp
     if prompt[:1] != b"[" or prompt[1:64].lstrip()[:1] in (b"[", b'"', b"{"):
         return
     ids = prompt.count(b",") + 1
-    if ids >= context_tokens:
-        raise ContextExceeded(context_tokens, no_room(field, ids, context_tokens), field)
+    if ids > context_tokens:
+        raise ContextExceeded(context_tokens, no_room(field, ids), field)
 
 
 class TextChoice(msgspec.Struct, frozen=True):

@@ -126,9 +126,11 @@ def require_one_of(name: str, value: str, options: Iterable[str], code: str | No
         raise BadRequest(f"{name} must be {' or '.join(filter(None, options))}, is {shown(value)!r}", name, code)
 
 
-def no_room(prompt_field: str, prompt_tokens: int, context_tokens: int) -> str:
-    """What is wrong with a prompt after which no token of an answer fits."""
-    return f"{prompt_field} has {prompt_tokens}, and an answer must fit too, so shorten it to at most {context_tokens - 1}"
+def no_room(prompt_field: str, prompt_tokens: int, most: int | None = None) -> str:
+    """What is wrong with a prompt of so many tokens. most: what an answer leaves of the context; None: none is asked for."""
+    if most is None:
+        return f"{prompt_field} has {prompt_tokens}, so shorten it"
+    return f"{prompt_field} has {prompt_tokens}, and an answer must fit too, so shorten it to at most {most}"
 
 
 def error_json(detail: ErrorDetail) -> bytes:

@@ -214,6 +214,11 @@ class ReadRequest:
         return self.fields.n
 
     @property
+    def has_answer(self) -> bool:
+        """Whether tokens are wanted, and not only what the model computes of the prompt."""
+        return not self.hides_answer and self.pooling is None and not self.logprob_ids
+
+    @property
     def own_id(self) -> str:
         """The id that the body gives the request; empty: its HTTP request has its id."""
         return ""

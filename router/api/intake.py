@@ -332,8 +332,8 @@ class Intake:
             encoded: list[_Encoded] = []
             for (texts, encode), name, variant in zip(prompts, names, variants, strict=True):
                 ids = encode()
-                if len(ids) >= context:  # there is no room for an answer
-                    raise ContextExceeded(context, no_room(field, len(ids), context), field)
+                if len(ids) > context - request.has_answer:
+                    raise ContextExceeded(context, no_room(field, len(ids), context - 1 if request.has_answer else None), field)
                 self._check_ids(ids, field)
                 packed = pack_ids(ids)
                 blocks = BlockNames.of(packed, page_size, variant, salt) if page_size else None
@@ -361,7 +361,7 @@ class Intake:
             for first in range(0, len(text), LONG_CHARS):
                 piece = self._tokenizer.encode(text[first : first + LONG_CHARS], field=prompt_field)
                 tokens += max(0, len(piece) - CUT_TOKENS)
-                if tokens >= context:
+                if tokens > context:
                     raise ContextExceeded(context, f"{prompt_field} has more, so shorten it", prompt_field)
 
     async def _accept(self, request: ReadRequest, client: ClientRequest, prompts: Sequence[_Encoded]) -> Accepted:
@@ -483,7 +483,7 @@ class Intake:
             room = max(1, min(context, memory) - prompt_tokens)
             return min(limit for limit in (room, default, most) if limit is not None)
         name = request.max_tokens_field
-        if prompt_tokens + asked > context:
+        if prompt_tokens + asked > context and request.has_answer:
             after = f"after the {prompt_tokens} of {request.prompt_field} it has room for {context - prompt_tokens}"
             raise ContextExceeded(context, f"{after}, but {name} is {asked}, so lower it", name)
         if most is not None and asked > most:

@@ -16,7 +16,7 @@ from common.messages import Cancel, Decline, Failed, Finished, Generate, Handoff
 from common.step_cost import StepCost
 from decode.speculation import Drafts, Speculation
 from engine.grammar.grammars import ANY_TEXT
-from tests.builders import EOS, key, result, sampling
+from tests.builders import EOS, engine, key, result, sampling
 from tests.decode.rig import WRITER, WRITERS_LIFE, decoding, handoff, renew, reserve, reserved, scheduler, with_reservation
 from tests.schedulers import declined, deltas, failures, generate, granted, grants, is_home, planned, prompt_of, renewed, settle
 
@@ -125,6 +125,16 @@ def test_a_row_with_drafts_advances_however_many_prompts_are_computed_beside_it(
         tokens, behind = (np.full(len(rows), 60, dtype=np.int32) for rows in (plan.sampled_rows, plan.draft_rows))
         made.step_done(StepResult(plan, tokens, drafted=behind), 0.0)
     assert drafted and max(np.diff([*advanced, 24])) <= 2
+
+
+def test_a_prompt_may_fill_the_context_where_its_one_token_ends_the_answer() -> None:
+    made = scheduler(total_pages=600, chunk_tokens=4096, drafting=Drafting())
+    context = engine().model.context_tokens
+    made.receive(ROUTER, generate("a", context, max_new_tokens=1), 0.0)
+    (delta,) = deltas(made.step_done(result(planned(made.decide(0.0)), [50]), 0.1))
+    assert delta == TokenDelta(key("a"), 0, (50,), Finished("length")) and is_home(made)
+    (refused,) = failures(made.receive(ROUTER, generate("b", context, max_new_tokens=2), 0.2))
+    assert "too long" in refused
 
 
 def test_a_row_that_another_request_has_got_has_no_drafts_of_the_former_one() -> None:

@@ -376,3 +376,25 @@ async def test_a_failure_in_mid_stream_is_raised_by_the_client_after_the_text_be
             async for chunk in stream:
                 text += chunk.choices[0].text
     assert text == "he"
+
+
+@pytest.mark.parametrize("tokens", [CONTEXT, CONTEXT + 1])
+@pytest.mark.parametrize(
+    ("path", "field", "others"),
+    [
+        ("/v1/embeddings", "input", {}),
+        ("/v1/completions", "prompt", {"max_tokens": 0, "echo": True}),
+        ("/generate", "input_ids", {"sampling_params": {"max_new_tokens": 0}}),
+        ("/v1/score", "query", {"items": [[]], "label_token_ids": [98]}),
+    ],
+)
+async def test_a_prompt_without_an_answer_may_fill_the_context(
+    path: str, field: str, others: dict[str, Any], tokens: int
+) -> None:
+    async with Site(embedding=EmbeddingMode("last", normalize=False, size=2)) as site:
+        named = {} if path == "/generate" else {"model": MODEL}
+        response = await post(site, path, {field: [97] * tokens, **named, **others})
+        if tokens == CONTEXT:
+            assert response.status_code == 200, response.text
+        else:
+            assert f"{tokens}, so shorten it" in assert_error(response, 400, "invalid_request_error", field)
