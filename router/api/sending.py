@@ -14,7 +14,7 @@ sent while it is handled. More of it in the same turn is sent together, when the
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
 from functools import partial
 from types import coroutine
 from typing import Any
@@ -203,57 +203,78 @@ class EventStream(Response):
             messages.append((self._send_event, {"type": "http.response.body", "body": last}))
         if messages:  # news may bring nothing to send, such as thoughts that the client wants omitted
             self._silent_since_s = self._loop.time()
-        for number, (send, message) in enumerate(messages):
-            rest = begin(send(message))
-            if rest is not None:
-                self._waiting = self._loop.create_task(self._wait(rest, messages[number + 1 :], last is not None))
-                return
-        if last is not None:
+        self._waiting = begin(self._send_each(messages))
+        if self._waiting is not None:
+            self._waiting.add_done_callback(partial(self._sent, is_last=last is not None))
+        elif last is not None:
             self._over.set_result(None)
 
-    async def _wait(self, rest: Awaitable[None], messages: Sequence[tuple[Send, Message]], is_last: bool) -> None:
-        """Wait for a slow client, send the rest, and take what has arrived meanwhile. The server drops who stops reading."""
-        try:
-            await rest
-            for send, message in messages:
-                await send(message)
-        except Exception as error:  # noqa: BLE001  whoever awaits the end raises it
-            if not self._over.done():
-                self._over.set_exception(error)
-            return
+    @staticmethod
+    async def _send_each(messages: Sequence[tuple[Send, Message]]) -> None:
+        for send, message in messages:
+            await send(message)
+
+    def _sent(self, sending: asyncio.Task[None], is_last: bool) -> None:
+        """A slow client has taken all: take what has arrived meanwhile. The server drops a client
+        that stops reading."""
         self._waiting = None
+        if sending.cancelled():
+            return  # the client has left
+        error = sending.exception()
         self._silent_since_s = self._loop.time()
-        if not is_last:
-            self._take()
-        elif not self._over.done():
+        if self._over.done():
+            return
+        if error is not None:
+            self._over.set_exception(error)
+        elif is_last:
             self._over.set_result(None)
+        else:
+            self._take()
 
 
-def begin(awaitable: Awaitable[None]) -> Coroutine[Any, Any, None] | None:
-    """Run it as far as it goes without waiting. Returns None when it is done, otherwise what is left to await."""
-    running = awaitable.__await__()
+def begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+    """Run it as far as it goes without waiting. Returns None when it is done, otherwise the task
+    that does the rest.
+
+    The task is like any other, also where it is cancelled before its first step: `work` meets
+    CancelledError where it waits, and finishes its clean-up. As `work` begins outside of that task,
+    it may not use `asyncio.timeout` around its first wait.
+    """
     try:
-        waits_for = next(running)
+        waits_for = work.send(None)
     except StopIteration:
         return None
-    return _rest(running, waits_for)
+    rest = _rest(work, waits_for)
+    rest.send(None)
+    return asyncio.get_running_loop().create_task(rest)
 
 
 @coroutine
-def _rest(running: Generator[Any, Any, None], waits_for: object) -> Generator[Any, Any, None]:
-    """waits_for: what `running` yielded before. A task throws in what the future that it waits for has failed with."""
+def _rest(work: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """The rest of what has begun. waits_for: what `work` yielded last.
+
+    Its caller runs it to the first yield before a task gets it: what is thrown into a generator that
+    has not begun never reaches the code in it, so `work` would be dropped half done.
+    """
     try:
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            # Before the task's first step. A task first cancels what it waits for.
+            if waits_for is None or not waits_for.cancel():
+                waits_for = work.throw(error)
         while True:
             try:
                 yield waits_for
-            except (TandemError, OSError) as error:  # for what runs, which may handle it; all else ends it
-                waits_for = running.throw(error)
+            except GeneratorExit:
+                work.close()
+                raise
+            except BaseException as error:  # noqa: BLE001  for `work`, which may handle it
+                waits_for = work.throw(error)
             else:
-                waits_for = next(running)
+                waits_for = work.send(None)
     except StopIteration:
         return
-    finally:
-        running.close()
 
 
 def json_response(body: object, status: int = 200) -> Response:

@@ -37,8 +37,9 @@ class Turns:
         self._waiting.setdefault(owner, deque()).append(turn)
         try:
             await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # the turn came, and nobody is left to take it
+        except BaseException:  # GeneratorExit too: a coroutine may be closed where it waits
+            if not turn.cancel() and not turn.cancelled():
+                # The turn came, and nobody is left to take it.
                 self.pass_on(owner)
             raise
 
@@ -82,7 +83,11 @@ class SharedThreads:
     async def run(self, owner: str, work: Callable[[], R]) -> R:
         """What the work returns. Raises what it raises."""
         await self._turns.take(owner)
-        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except RuntimeError:  # the threads are closed: those who wait are told so too
+            self._turns.pass_on(owner)
+            raise
         working.add_done_callback(partial(self._done, owner))
         return await asyncio.shield(working)  # a thread cannot be stopped, and it is not free before it is done
 
