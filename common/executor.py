@@ -250,7 +250,11 @@ T = TypeVar("T")
 
 
 class ExecutorFailed(TandemError):
-    """A step could not be computed; the instance cannot go on."""
+    """The executor can compute nothing more, so the instance ends. step: the number of the step that has failed, if one has."""
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ processors and kernels by their ports; does not know how logits are computed, or
             └─► processors ─► temperature, filters, draw ─► processors get the token
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,6 +52,8 @@ class TokenLogprobsOnDevice:
 
 
 NOT_CHOSEN = -1
+NOT_FINITE = -1
+"""In place of a token whose logit is no finite number."""
 
 
 def measure_logprobs(logits: Tensor, token_ids: Tensor, most: int, chosen: Tensor | None = None) -> Tensor:
@@ -136,12 +139,15 @@ class SpecialRows:
     def changes_logits(self) -> bool:
         return len(self.processed) > 0 or self.drafts is not None
 
+    broken: dict[int, TandemError]
+    """Rows that a processor could not begin, and why."""
+
     @property
     def failed(self) -> dict[int, TandemError]:
         """Rows whose answers cannot go on, and why. Complete once the step's tokens are drawn."""
         if self.drafts is not None:
-            return self.drafts.failed
-        return {row: error for _, rows in self.processed for row, error in rows.failed.items()}
+            return {**self.drafts.failed, **self.broken}
+        return {row: error for _, rows in self.processed for row, error in rows.failed.items()} | self.broken
 
 
 def _processed_drafts(host: HostStep, is_processed: NDArray[np.bool_]) -> ProcessedDrafts:
@@ -154,6 +160,29 @@ def _processed_drafts(host: HostStep, is_processed: NDArray[np.bool_]) -> Proces
     foreseen[places] = tokens
     begins = np.flatnonzero(is_processed[: sampled - drafted])
     return ProcessedDrafts(host.sampled_owners, begins, behind, foreseen)
+
+
+@contextmanager
+def _failing(processor: LogitsProcessor, rows: SampledRows) -> Iterator[None]:
+    """What the processor raises fails the rows that it concerns, and no others: theirs are the only logits that it changes."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - a row's fault ends that row
+        for row in rows.host.tolist():
+            rows.failed.setdefault(row, _processor_failed(processor, error))
+
+
+def _processor_failed(processor: LogitsProcessor, error: Exception) -> TandemError:
+    return TandemError(f"{type(processor).__name__} failed for this request: {error}")
+
+
+def sound_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The tokens, and NOT_FINITE where the logit that was drawn is no finite number. A draw takes NaN for the least of all and
+    infinity for the most, so that is where the model's own numbers have overflowed, or nothing but NaN was left.
+
+    logits: [rows, vocab]; tokens: [rows] int64. Returns [rows] int64.
+    """
+    return torch.where(logits.gather(1, tokens[:, None])[:, 0].isfinite(), tokens, NOT_FINITE)
 
 
 class Sampler:
@@ -174,6 +203,8 @@ class Sampler:
         """How many of the likeliest tokens a row reports beside its own."""
         self._chosen: dict[int, tuple[int, ...]] = {}
         """The tokens that rows report in place of the likeliest."""
+        self._broken: dict[int, TandemError] = {}
+        """Rows that a processor could not begin, and why."""
         self._prompts: dict[int, tuple[Int32Array, int]] = {}
         """The prompts that rows report on, and how many of the likeliest tokens beside each of theirs."""
         self._staging = Staging(device or torch.device("cpu"))
@@ -195,13 +226,30 @@ class Sampler:
                 assert start.token_ids is not None
                 self._prompts[row] = start.token_ids, sampling.prompt_logprobs
         rows = np.array([start.row for start in starts], dtype=np.int64)
+        for row in self._broken.keys() & {start.row for start in starts}:
+            del self._broken[row]
         if self._is_processed.any() or any(start.sampling.changes_logits for start in starts):
             self._is_processed[rows] = False
             for processor in self._processors:
-                processor.start(starts)
+                self._start(processor, starts)
                 self._is_processed[rows] |= processor.concerns[rows]
         self._is_special[rows] = self._is_processed[rows] | (self._top_counts[rows] != _NOTHING)
+        self._is_special[list(self._broken)] = True
         self._has_special = bool(self._is_special.any())
+
+    def _start(self, processor: LogitsProcessor, starts: Sequence[RowStart]) -> None:
+        """One after the other if that fails, so that only the row fails that the processor cannot begin."""
+        try:
+            processor.start(starts)
+            return
+        except Exception:  # noqa: BLE001 - a row's fault ends that row
+            pass
+        for start in starts:
+            try:
+                processor.start([start])
+            except Exception as error:  # noqa: BLE001 - as above
+                processor.concerns[start.row] = False
+                self._broken[start.row] = _processor_failed(processor, error)
 
     def prepare(self, plan: StepPlan, host: HostStep, behind_graph: bool) -> SpecialRows | None:
         """What is special about this step; None: nothing. behind_graph: a graph draws the tokens first."""
@@ -228,7 +276,8 @@ class Sampler:
             (each, SampledRows(host_rows, device_rows, host_at, at))
             for (each, _), (host_rows, host_at), (device_rows, at) in zip(processors, places, on_device, strict=True)
         ]
-        return SpecialRows(processed, sent[0], sampled, sent[1], sent[2], prompt, sent[3], sent[4], drafts)
+        broken = {row: self._broken[row] for row in self._broken.keys() & set(rows.tolist())} if self._broken else {}
+        return SpecialRows(processed, sent[0], sampled, sent[1], sent[2], prompt, sent[3], sent[4], drafts, broken)
 
     def _reported_of_answers(self, rows: Int64Array, at: Int64Array) -> _ReportedTokens:
         """at: which of the sampled rows these are."""
@@ -288,10 +337,12 @@ class Sampler:
     ) -> Tensor:
         """logits: float32, contiguous; the processors change them in place."""
         for processor, of_rows in processed:
-            processor.apply(logits, of_rows)
+            with _failing(processor, of_rows):
+                processor.apply(logits, of_rows)
         tokens = self._kernels.sample(logits, rows)
         for processor, of_rows in processed:
-            processor.sampled(of_rows, tokens[of_rows.at])
+            with _failing(processor, of_rows):
+                processor.sampled(of_rows, tokens[of_rows.at])
         return tokens
 
     def _draw_behind_drafts(self, tokens: Tensor, logits: Tensor, rows: RowSampling | None, drafts: ProcessedDrafts) -> None:

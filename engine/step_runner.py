@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import TandemError
-from common.executor import NO_LOGPROBS, RowStart, StepPlan, StepResult
+from common.executor import NO_LOGPROBS, RowStart, StepPlan, StepResult, count_right
 from common.ids import Int32Array, Int64Array
 from common.sampling_params import Pooling
 from engine.kv_memory import KVMemory
@@ -37,7 +37,7 @@ from engine.ports import (
 )
 from engine.replay import CallRecorder, CannotRecord, GraphMaker, Recording, Replay, fitting
 from engine.rows import BatchTensors, HostStep, RowFeatures, Staging, StepArrays
-from engine.sampling import Sampler, SpecialRows, TokenLogprobsOnDevice
+from engine.sampling import Sampler, SpecialRows, TokenLogprobsOnDevice, sound_tokens
 from engine.torch_kernels import Kernels, write
 
 
@@ -174,9 +174,9 @@ class Poolings:
 class PendingStep:
     """A step whose work has been given to the device: what is still to come of it, and how to wait for that.
 
-    tokens: [sampled] int64 on the device, in the order of `StepPlan.sampled_rows`, and those behind drafts. The other arguments
-    are those of a `StepResult`; None: there are none. Make it when all of the step's work has been started: its event comes
-    behind that. A thread that waits for the event sleeps, and keeps no core busy.
+    tokens: [sampled] int64 on the device, as `sound_tokens` gives them, in the order of `StepPlan.sampled_rows`, and those behind
+    drafts. The other arguments are those of a `StepResult`; None: there are none. Make it when all of the step's work has been
+    started: its event comes behind that. A thread that waits for the event sleeps, and keeps no core busy.
     """
 
     def __init__(
@@ -220,9 +220,36 @@ class PendingStep:
         tokens: Int32Array = next(numbers)
         logprobs, prompt_logprobs = (NO_LOGPROBS if each is None else each.read(next(numbers)) for each in self._reported)
         embeddings = {} if self._embeddings is None else self._embeddings.read(next(numbers))
+        failed, behind = self._failed, self._behind
+        is_broken = tokens < 0
         tokens, drafted = np.split(tokens, [len(tokens) - len(self._plan.draft_rows)])
+        if is_broken.any():
+            found, found_behind = _broken(self._plan, tokens, drafted)
+            failed, behind = {**found, **failed}, {**found_behind, **behind}
+            tokens, drafted = tokens.clip(min=0), drafted.clip(min=0)
+        for row in [row for row, embedding in embeddings.items() if not np.isfinite(np.frombuffer(embedding, "<f4")).all()]:
+            failed = {row: _not_finite("its embedding"), **failed}
+            del embeddings[row]
         came = self._plan, tokens, logprobs, prompt_logprobs, embeddings
-        return StepResult(*came, self._failed, drafted, self.drafting_s, self._behind)
+        return StepResult(*came, failed, drafted, self.drafting_s, behind)
+
+
+def _broken(plan: StepPlan, tokens: Int32Array, drafted: Int32Array) -> tuple[dict[int, TandemError], dict[int, int]]:
+    """The rows of a step whose tokens have no finite logit: `StepResult.failed`, and `failed_behind`. What was sampled behind a
+    draft that is wrong does not count. tokens, drafted: those of a `StepResult`, with NOT_FINITE in place of some."""
+    error = _not_finite("the logits of its next token")
+    failed = dict.fromkeys(plan.sampled_rows[tokens < 0].tolist(), error)
+    behind: dict[int, int] = {}
+    right = count_right(plan, tokens, drafted)
+    counts = (drafted < 0) & (plan.draft_offsets <= right[plan.draft_places])
+    for row, offset in zip(plan.draft_rows[counts].tolist(), plan.draft_offsets[counts].tolist(), strict=True):
+        if row not in failed:
+            failed[row], behind[row] = error, offset
+    return failed, behind
+
+
+def _not_finite(what: str) -> TandemError:
+    return TandemError(f"the model computed {what} as numbers that are not finite: its weights, dtype or adapter overflow here")
 
 
 _Parts = tuple[Tensor | None, TokenLogprobsOnDevice | None, PooledPrompts | None]
@@ -273,8 +300,8 @@ class StepRunner:
         self._graphs: dict[tuple[int, bool], tuple[Attention, Replay]] = {}
         """By number of rows, and whether any may have an adapter: what is planned before each replay, and the graph."""
         self._graph_logits = torch.empty(0, vocab_size, device=self._device)
-        self._graph_rows, self._graph_tokens = torch.full(
-            (2, max_rows), batch.null, dtype=torch.int64, device=self._device
+        self._graph_rows, self._graph_tokens, self._graph_sound_tokens = torch.full(
+            (3, max_rows), batch.null, dtype=torch.int64, device=self._device
         ).unbind()
 
     @torch.inference_mode()
@@ -323,7 +350,7 @@ class StepRunner:
         self.batch.last_token[rows] = tokens
         logprobs = self._sampler.logprobs(logits, tokens, special)
         failed = _failed(special, adapters), _failed_behind(special)
-        return PendingStep(plan, tokens, progress, logprobs, prompt_logprobs, embeddings, *failed)
+        return PendingStep(plan, sound_tokens(logits, tokens), progress, logprobs, prompt_logprobs, embeddings, *failed)
 
     @torch.inference_mode()
     def take_in(self, plan: StepPlan) -> None:
@@ -462,6 +489,7 @@ class StepRunner:
         tokens = self._sampler.draw(logits, batch.sampling(rows))
         batch.last_token[rows] = tokens
         self._graph_tokens[:size] = tokens
+        self._graph_sound_tokens[:size] = sound_tokens(logits, tokens)
         self._graph_logits[:size] = logits
 
     def _replay_graph(
@@ -480,13 +508,15 @@ class StepRunner:
         replay()
         count = len(arrays.sampled_rows)
         tokens, logits = self._graph_tokens[:count], self._graph_logits[:count]
+        sound = self._graph_sound_tokens[:count]
         if special is not None and special.changes_logits:
             rows = arrays.sampled_rows
             self._sampler.redraw(tokens, logits, self.batch.sampling(rows), special)
             self.batch.last_token[rows] = tokens
+            sound = sound_tokens(logits, tokens)
         logprobs = self._sampler.logprobs(logits, tokens, special)
         failed, behind = _failed(special, adapters), _failed_behind(special)
-        return PendingStep(host.plan, tokens, progress, logprobs, failed=failed, failed_behind=behind)
+        return PendingStep(host.plan, sound, progress, logprobs, failed=failed, failed_behind=behind)
 
 
 def _failed(special: SpecialRows | None, adapters: StepAdapters) -> Mapping[int, TandemError]:

@@ -163,7 +163,8 @@ class StepInFlight:
 
     def poll(self) -> StepResult | None:
         if self.failure is not None:
-            raise ExecutorFailed(f"step {self.plan.step} failed: {self.failure}") from self.failure
+            step = self.plan.step
+            raise ExecutorFailed(f"step {step} failed: {self.failure}", step) from self.failure
         return self.result
 
     def report_layers(self, layers: int) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from common.addresses import LOOPBACK, among_ranks, bind_address, host_for_peers, is_loopback, reachable
 from common.config import EngineConfig
 from common.errors import TandemError
+from common.executor import ExecutorFailed
 from common.ids import Incarnation
 from common.instance.ranks.follower import FollowerLoop
 from common.instance.ranks.line import RankLost
@@ -112,7 +113,7 @@ def _turn_until_ended(process: ChildProcess, loop: FollowerLoop, mailbox: Mailbo
             if loop.ending is None:
                 mailbox.wait(max(0.0, loop.next_deadline() - time.monotonic()))
     except TandemError as error:
-        loop.end(str(error))
+        loop.end(str(error), error.step if isinstance(error, ExecutorFailed) else None)
         raise
     if not loop.ending.orderly:
         raise RankLost(f"the instance has ended: {loop.ending.reason}")

@@ -88,6 +88,8 @@ class Record:
     """How many of them ended because their memory was needed, or the weights have changed."""
     fruitless: int = 0
     """How many in a row failed without a token."""
+    failed_steps: list[str] = field(default_factory=list)
+    """Failures of steps that it was in, which have ended their instances."""
     avoid: set[Life] = field(default_factory=set)
     """Where attempts failed."""
     crowded: set[Life] = field(default_factory=set)

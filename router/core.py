@@ -145,7 +145,8 @@ class RouterCore:
             case LinkReport() | CacheChanges() | WeightsStaged() | TaskDone() | RoleKept() | AdaptersHeld():
                 return self.apply(self.fleet.told(message, now), now)
             case Goodbye():
-                self._hear(message)
+                if self._hear(message) is not None:
+                    self.requests.suspect(message.suspects, f"{message.id}: {message.reason}")
                 return self.apply(self.fleet.goodbye(message, now), now)
             case Placed():
                 return self.requests.placed(message.key, Life(message.id, message.incarnation), message.decode, now)
@@ -159,11 +160,12 @@ class RouterCore:
             case _:
                 assert_never(message)
 
-    def _hear(self, message: Heartbeat | Goodbye) -> None:
-        """An instance tells of attempts that have left it."""
+    def _hear(self, message: Heartbeat | Goodbye) -> Member | None:
+        """An instance tells of attempts that have left it. None: this life of it is no member."""
         member = self.fleet.find(Life(message.id, message.incarnation))
         if member is not None:
             self.requests.timelines.receive(member.info, message.timelines)
+        return member
 
     def detokenizer_moved(self, shard: int, address: str, now: float) -> list[Send]:
         """A new detokenizer has replaced the former one, at this address: tell the members, and open what was open there."""

@@ -43,6 +43,8 @@ from router.traces import record_attempt, record_request
 _log = logging.getLogger(__name__)
 FRUITLESS_ATTEMPTS = 4
 """A request ends after this many attempts in a row that brought no token."""
+FAILED_STEPS = 2
+"""A request ends when so many instances ended by a step that it was in: it may be the reason, and is not carried to a third."""
 PAUSE_HEARTBEATS = 2
 """After two such attempts the next one waits this many heartbeats: an instance refuses a request sooner than its heartbeat says
 why."""
@@ -287,6 +289,14 @@ class RequestBook:
         attempts = [attempt for attempt in self._attempts() if member in attempt.needed]
         return [send for attempt in attempts for send in self._resume(attempt, setback, now)]
 
+    def suspect(self, keys: Iterable[AttemptId], failure: str) -> None:
+        """These attempts were in a step whose failure has ended an instance, which is lost in a moment. failure: of which, and
+        why."""
+        for key in keys:
+            attempt = self._find(key)
+            if attempt is not None:
+                attempt.record.failed_steps.append(failure)
+
     def detokenizer_moved(self, detokenizer: InstanceId) -> None:
         """A new detokenizer knows no request yet: open every answer there whose text it makes, a few in each turn."""
         self.retelling.tell_again(attempt for attempt in self._attempts() if attempt.detokenizer == detokenizer)
@@ -319,6 +329,8 @@ class RequestBook:
         # do changes of weights, which people order.
         if record.remaining_tokens == 0:
             self._end(record, Finished(reason="length"), now)
+        elif len(record.failed_steps) >= FAILED_STEPS:
+            self._end(record, _ends_instances(record), now)
         elif record.attempts - record.excused >= self._config.max_attempts or record.fruitless >= FRUITLESS_ATTEMPTS:
             self._end(record, setback.failed, now)
         else:
@@ -519,6 +531,13 @@ def _setback(attempt: Attempt, ending: Ending) -> Setback | None:
     if ending.kind == Preempted.kind:
         return Setback(ResumeReason.PREEMPTED, ending, () if attempt.server is None else (attempt.server,))
     return Setback(ResumeReason.FAILED_ATTEMPT, ending, attempt.needed)
+
+
+def _ends_instances(record: Record) -> Failed:
+    """For a request that may be the reason why instances ended."""
+    failures = "; ".join(failure[:300] for failure in record.failed_steps)
+    count = len(record.failed_steps)
+    return Failed(f"the request was in {count} steps that ended their instances, and is not tried again: {failures}")
 
 
 def _lost(name: InstanceId, at: tuple[Member, ...]) -> Setback:

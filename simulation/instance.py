@@ -112,7 +112,7 @@ class Process(Protocol):
 
     def wake(self) -> None: ...
 
-    def leave(self, reason: str) -> None: ...
+    def leave(self, error: TandemError | None) -> None: ...
 
 
 class SimulatedRank:
@@ -148,7 +148,7 @@ class SimulatedRank:
             if self.loop.step():
                 self._process.wake()
         except TandemError as error:
-            self._process.leave(f"{type(error).__name__}: {error}")
+            self._process.leave(error)
 
     def next_deadline(self) -> float:
         loop, polls = self.loop, self._polls
@@ -239,10 +239,10 @@ class Instance:
             self.turn(self.clock())
             self._meter.lap("turns")
         except TandemError as error:
-            self.leave(f"{type(error).__name__}: {error}")
+            self.leave(error)
             return
         if self.worker.drained:
-            self.leave("drained")
+            self.leave(None)
         elif self.rank.loop.active:
             self.rank.look()
 
@@ -256,9 +256,10 @@ class Instance:
         """Something has happened: act as soon as may be."""
         self.loop.wake(0.0)
 
-    def leave(self, reason: str) -> None:
-        """The process ends by itself, and says so."""
-        self.worker.leave("" if reason == "drained" else reason)
+    def leave(self, error: TandemError | None) -> None:
+        """The process ends by itself, and says so. None: it has drained."""
+        reason = "drained" if error is None else f"{type(error).__name__}: {error}"
+        self.worker.leave(error)
         self.end_ranks(reason)
         self.kill()
         self._fleet.instance_ended(self, reason)

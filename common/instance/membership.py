@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from common.addresses import ROUTER_NAME
 from common.deadlines import earliest
 from common.errors import PeerRefused
-from common.ids import InstanceId
+from common.ids import AttemptId, InstanceId
 from common.instance.ports import PeersChanged, Send
 from common.messages import AdaptersHeld, Goodbye, Heartbeat, InstanceInfo, Peers, Refused, Register, Timeline, Welcome
 from common.messages.base import fits
@@ -290,10 +290,16 @@ class Membership:
         if self.joined:
             self.next_deadline = min(self.next_deadline, now)
 
-    def goodbye(self, reason: str = "", *, is_quiet: bool = False) -> Send:
-        """With all timelines that wait: no heartbeat follows."""
-        info, timelines = self._info, tuple(self._timelines)
-        goodbye = Goodbye(id=info.id, incarnation=info.incarnation, timelines=timelines, reason=reason, is_quiet=is_quiet)
+    def goodbye(self, reason: str = "", suspects: Sequence[AttemptId] = (), *, is_quiet: bool = False) -> Send:
+        """With all timelines that wait: no heartbeat follows. suspects: see `Goodbye`; of all routers."""
+        goodbye = Goodbye(
+            id=self._info.id,
+            incarnation=self._info.incarnation,
+            timelines=tuple(self._timelines),
+            reason=reason,
+            is_quiet=is_quiet,
+            suspects=tuple(key for key in suspects if self.welcome is not None and key.router == self.welcome.router),
+        )
         return Send(self.name, goodbye)
 
 

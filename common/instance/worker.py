@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from common.deadlines import DeadlineWheel, earliest
-from common.executor import Executor, StepHandle, StepPlan, Work, take_done
+from common.executor import Executor, ExecutorFailed, StepHandle, StepPlan, Work, take_done
 from common.ids import ROUTER, AttemptId, Digest, InstanceId, text_name
 from common.instance.adapters import InstanceAdapters
 from common.instance.cost_meter import CostMeter
@@ -253,11 +253,25 @@ class InstanceWorker:
     def joined(self) -> bool:
         return self._memberships.joined
 
-    def leave(self, reason: str = "") -> None:
-        """Tell the routers that this incarnation is gone. reason: for people; "" when it was told to leave."""
+    def leave(self, error: BaseException | None = None) -> None:
+        """Tell the routers that this incarnation is gone. error: why; None when it was told to leave.
+
+        When a step has failed, each router is told which of its requests were in it: one of them may be the reason."""
         self._act([Send(*each) for each in self._tracer.finish(self._tracer.now)])
-        is_quiet = not reason and self.drained and not self.scheduler.report().load.pages_in_use
-        self._act([membership.goodbye(reason, is_quiet=is_quiet) for membership in self._memberships])
+        reason = "" if error is None else str(error)
+        is_quiet = error is None and self.drained and not self.scheduler.report().load.pages_in_use
+        suspects = self._requests_of_step(error.step) if isinstance(error, ExecutorFailed) else ()
+        if suspects:
+            _log.error("%s; its requests: %s", reason, ", ".join(key.request_id for key in suspects))
+        self._act([membership.goodbye(reason, suspects, is_quiet=is_quiet) for membership in self._memberships])
+
+    def _requests_of_step(self, step: int | None) -> tuple[AttemptId, ...]:
+        """Those that a step in flight computes."""
+        plan = next((each.plan for each in self._in_flight if each.plan.step == step), None)
+        if plan is None:
+            return ()
+        rows = {*(chunk.row for chunk in plan.chunks), *plan.decode_rows.tolist()}
+        return tuple(self.scheduler.key_in(row) for row in sorted(rows))
 
     def _take_steps(self, now: float) -> None:
         """Take in what was computed since the last turn: whole steps, and layers of the running one."""
@@ -499,5 +513,4 @@ def run(worker: InstanceWorker, wait: Wait, clock: ReadClock, should_drain: Call
             worker.turn(clock())
             wait(0.0 if worker.drained else max(0.0, worker.next_deadline() - clock()))
     finally:
-        ended_by = sys.exception()
-        worker.leave("" if ended_by is None else str(ended_by))
+        worker.leave(sys.exception())

@@ -160,7 +160,7 @@ VERSIONS = {
         "the KV adds to a step that its rows hold, and tells log probabilities of chosen tokens and the chunks of a prompt.",
         types=("TakeRole", "RoleKept"),
         fields=(
-            *("Goodbye.is_quiet", "Heartbeat.serves_whole", "Generate.incarnation"),
+            *("Goodbye.is_quiet", "Goodbye.suspects", "Heartbeat.serves_whole", "Generate.incarnation"),
             *("Load.held_token_s", "SamplingParams.logprob_ids", "Counters.tokens_drafted", "Counters.tokens_accepted"),
             *("Times.chunks", "TokenDelta.drafts", "TextDelta.drafts"),
         ),

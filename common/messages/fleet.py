@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from common.addresses import ROUTER_NAME
-from common.ids import Digest, Incarnation, InstanceId, Role, ServingRole
+from common.ids import AttemptId, Digest, Incarnation, InstanceId, Role, ServingRole
 from common.messages.base import UNNAMED, WIRE_VERSION, Message
 from common.messages.traces import Timeline
 from common.messages.variants import AdaptersHeld, WeightVersion
@@ -251,6 +251,8 @@ class Goodbye(Message, frozen=True):
     is_quiet: bool = False
     """It has no request, and every write from or to it is proven to have ended. False also from an older version, which does not
     say."""
+    suspects: tuple[AttemptId, ...] = ()
+    """The requests of the step whose failure has ended it: one of them may be the reason."""
 
 
 class Drain(Message, frozen=True):

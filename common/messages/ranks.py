@@ -295,6 +295,8 @@ class RankFailed(Numbered, frozen=True):
 
     reason: str
     """For people."""
+    step: int | None = None
+    """The step that has failed; None: it was no step."""
 
 
 class End(Numbered, frozen=True):

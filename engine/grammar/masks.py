@@ -5,9 +5,10 @@ resumed answer goes on where it was. xgrammar reads tokens and makes masks on th
 of the step before, while the device computes the forward that this step has given it already. Does not know how grammars are
 compiled.
 
-Where no mask can be made the row fails, and its request ends with an error: a stop token says that the answer matches. Grammars
-are tried before rows use them, but no trial meets every text. A row whose token takes too much work would stop all others. Work
-is counted, not timed: every rank, and an instance that carries the answer on, fails the row at the same token.
+Where no mask can be made the row fails, and its request ends with an error: a stop token says that the answer matches. So it
+does when its matcher raises, whatever it raises: its neighbours go on. Grammars are tried before rows use them, but no trial
+meets every text. A row whose token takes too much work would stop all others. Work is counted, not timed: every rank, and an
+instance that carries the answer on, fails the row at the same token.
 
 The count sees what the parser shows: its states. It does not see rules of an EBNF grammar that end in very many ways at once. So
 a row also fails when a token takes CPU seconds. That is no verdict of this rank: it changes no token, and only rank 0's counts.
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from common.errors import BadRequest, TandemError
 from common.executor import RowStart
-from common.ids import Int64Array
+from common.ids import Int32Array
 from common.sampling_params import Grammar
 from engine.ports import SampledRows
 from engine.rows import Staging
@@ -40,10 +41,18 @@ _WRONG_BEHIND = {0xE0: (0x80, 0x9F), 0xED: (0xA0, 0xBF), 0xF0: (0x80, 0x8F)}
 _WRONG = re.compile(b"|".join(b"%c[%c-%c]" % (first, low, high) for first, (low, high) in _WRONG_BEHIND.items()), re.DOTALL)
 
 
+WORD_TOKENS = 32
+
+
+def mask_words(vocab_size: int) -> int:
+    """How many words of WORD_TOKENS tokens a mask has: as xgrammar wants it, and no other width."""
+    return -(-vocab_size // WORD_TOKENS)
+
+
 class Utf8:
     """Which tokens keep an answer UTF-8. xgrammar 0.2 takes some bytes for a character that are none: surrogates, and characters
     written with more bytes than they need. A client would see several replacement characters in place of one. What else would be
-    no UTF-8 it refuses itself. vocabulary: the bytes of each token. words: of 64 tokens each, in a mask."""
+    no UTF-8 it refuses itself. vocabulary: the bytes of each token. words: of WORD_TOKENS tokens each, in a mask."""
 
     def __init__(self, vocabulary: Sequence[bytes], words: int) -> None:
         self._words = words
@@ -59,17 +68,17 @@ class Utf8:
         }
         self._behind = {token: masks[data[-1]] for token, data in enumerate(vocabulary) if data and data[-1] in masks}
 
-    def narrow(self, mask: Int64Array, before: int | None) -> None:
+    def narrow(self, mask: Int32Array, before: int | None) -> None:
         """Take the tokens out of the mask, [words], that may not follow this token of the answer. None: the answer is empty."""
         if self._ever is not None:
             mask &= self._ever
         if before in self._behind:
             mask &= self._behind[before]
 
-    def _all_but(self, tokens: list[int]) -> Int64Array:
-        bits = np.ones(self._words * 64, dtype=np.uint8)
+    def _all_but(self, tokens: list[int]) -> Int32Array:
+        bits = np.ones(self._words * WORD_TOKENS, dtype=np.uint8)
         bits[tokens] = 0
-        return np.packbits(bits, bitorder="little").view(np.int64)
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 FEW_ROWS = 4
@@ -128,15 +137,29 @@ class _Row:
             if not self.goes_on or self.matcher is None:
                 break
             begun = time.thread_time()
-            if not self.matcher.accept_token(token):
-                self.failed = TandemError(f"{self.kind}: the answer so far does not match it")
-            elif self.matcher.is_terminated():
-                self.is_over = True
-            elif count_work(self.matcher) > MAX_WORK:
-                self.failed = self.too_slow()
+            try:
+                if not self.matcher.accept_token(token):
+                    self.failed = TandemError(f"{self.kind}: the answer so far does not match it")
+                elif self.matcher.is_terminated():
+                    self.is_over = True
+                elif count_work(self.matcher) > MAX_WORK:
+                    self.failed = self.too_slow()
+            except Exception as error:  # noqa: BLE001 - a row's fault ends that row
+                self.failed = _matcher_failed(self.kind, error)
             self.took(begun)
         self.last = self.unread[-1] if self.unread else self.last
         self.unread = []
+
+    def fill(self, masks: Int32Array, at: int) -> None:
+        """Row `at` of the masks, [rows, words], becomes the tokens that may follow: none if the row fails now."""
+        begun = time.thread_time()
+        try:
+            if self.matcher is not None:
+                self.matcher.fill_next_token_bitmask(masks, at)
+        except Exception as error:  # noqa: BLE001 - a row's fault ends that row
+            self.failed = _matcher_failed(self.kind, error)
+            masks[at] = 0
+        self.took(begun)
 
     def took(self, begun: float) -> None:
         """One token, since this CPU time of the thread."""
@@ -148,6 +171,10 @@ class _Row:
             "fewer repetitions within each other",
             field=self.kind,
         )
+
+
+def _matcher_failed(kind: str, error: Exception) -> TandemError:
+    return TandemError(f"{kind}: its matcher failed: {error}")
 
 
 @dataclass(slots=True, eq=False)
@@ -164,15 +191,15 @@ def load_mask_kernel(vocab_size: int, device: torch.device) -> None:
 
     xgrammar's kernel is compiled for one row, for multiples of 16, and for other numbers."""
     for rows in (1, 2, 16):
-        mask = torch.zeros(rows, (vocab_size + 63) // 64, dtype=torch.int64, device=device)
+        mask = torch.zeros(rows, mask_words(vocab_size), dtype=torch.int32, device=device)
         _mask(torch.zeros(rows, vocab_size, device=device), mask, vocab_size, torch.arange(rows, device=device))
 
 
 def _mask(logits: Tensor, mask: Tensor, vocab_size: int, at: Tensor | list[int]) -> None:
-    """In place. mask: [rows, words] int64, a bit for each token that may follow. at: the rows of both that it is for."""
+    """In place. mask: [rows, words] int32, a bit for each token that may follow. at: the rows of both that it is for."""
     from xgrammar import apply_token_bitmask_inplace
 
-    apply_token_bitmask_inplace(logits, mask.view(torch.int32), vocab_size=vocab_size, indices=at)  # type: ignore[arg-type]
+    apply_token_bitmask_inplace(logits, mask, vocab_size=vocab_size, indices=at)  # type: ignore[arg-type]
 
 
 class GrammarProcessor:
@@ -197,8 +224,7 @@ class GrammarProcessor:
         self._sampled: list[_Sampled] = []
         self._batch: BatchGrammarMatcher | None = None
         self._staging = Staging(device)
-        self._words = (vocab_size + 63) // 64
-        """Words of 64 tokens each, in a mask."""
+        self._words = mask_words(vocab_size)
         self._utf8: Utf8 | None = None
 
     def start(self, starts: Sequence[RowStart]) -> None:
@@ -221,9 +247,11 @@ class GrammarProcessor:
             failed = row.failed or (row.too_slow() if row.slowest_s > SLOW_S else None)
             if failed is not None:
                 rows.failed[number] = failed
-        (sent,) = self._staging.send([masks.ravel()])
-        mask = torch.empty(len(logits), self._words, dtype=torch.int64, device=self._device)
-        mask[rows.at] = sent.view(len(some), self._words)
+        flat = np.zeros(masks.size + masks.size % 2, dtype=np.int32)  # what is sent is int64
+        flat[: masks.size] = masks.ravel()
+        (sent,) = self._staging.send([flat.view(np.int64)])
+        mask = torch.empty(len(logits), self._words, dtype=torch.int32, device=self._device)
+        mask[rows.at] = sent.view(torch.int32)[: masks.size].view(len(some), self._words)
         _mask(logits, mask, self._vocab_size, rows.host_at.tolist() if self._device.type == "cpu" else rows.at)
 
     def sampled(self, rows: SampledRows, tokens: Tensor) -> None:
@@ -246,13 +274,16 @@ class GrammarProcessor:
         assert sampling.grammar is not None and start.token_ids is not None
         answer = start.token_ids[len(start.token_ids) - start.answer_tokens :].tolist()
         stop_ids = list(dict.fromkeys([*self._eos_token_ids, *sampling.stop_token_ids]))
-        needed = weakref.ref(sampling.grammar)
+        kind, needed = sampling.grammar.kind, weakref.ref(sampling.grammar)
         try:
             compiled = self._compiled(sampling.grammar)
+            matcher = GrammarMatcher(compiled, override_stop_tokens=stop_ids)
         except BadRequest as error:  # it was compiled before the row was planned
-            return _Row(None, [], stop_ids, sampling.grammar.kind, needed, failed=error)
+            return _Row(None, [], stop_ids, kind, needed, failed=error)
+        except Exception as error:  # noqa: BLE001 - a row's fault ends that row
+            return _Row(None, [], stop_ids, kind, needed, failed=_matcher_failed(kind, error))
         self._utf8 = self._utf8 or Utf8(compiled.tokenizer_info.decoded_vocab, self._words)
-        return _Row(GrammarMatcher(compiled, override_stop_tokens=stop_ids), answer, stop_ids, sampling.grammar.kind, needed)
+        return _Row(matcher, answer, stop_ids, kind, needed)
 
     def _hear(self) -> None:
         """Take in what the steps before have sampled. A row that has begun anew since then is another `_Row`."""
@@ -263,25 +294,14 @@ class GrammarProcessor:
                 row.unread.append(token)
         self._sampled.clear()
 
-    def _masks(self, rows: list[_Row]) -> Int64Array:
+    def _masks(self, rows: list[_Row]) -> Int32Array:
         """A bit for each token that may follow, [rows, words]. All may follow in a row that has failed."""
-        from xgrammar import BatchGrammarMatcher
-
-        masks = np.zeros((len(rows), self._words), dtype=np.int64)
-        bits = masks.view(np.int32)
+        masks = np.zeros((len(rows), self._words), dtype=np.int32)
         going = [at for at, row in enumerate(rows) if row.goes_on]
-        matchers = [matcher for at in going if (matcher := rows[at].matcher) is not None]
-        if len(matchers) <= FEW_ROWS or self._one_by_one:
+        if len(going) <= FEW_ROWS or self._one_by_one or not self._fill_together(rows, masks, going):
             self._one_by_one = False
-            for at, matcher in zip(going, matchers, strict=True):
-                begun = time.thread_time()
-                matcher.fill_next_token_bitmask(bits, at)
-                rows[at].took(begun)
-        else:
-            self._batch = self._batch or BatchGrammarMatcher()
-            begun = time.monotonic()
-            self._batch.batch_fill_next_token_bitmask(matchers, bits, going)
-            self._one_by_one = time.monotonic() - begun > SLOW_S  # which row it was shows in the next step
+            for at in going:
+                rows[at].fill(masks, at)
         for at in going:
             if self._utf8 is not None:
                 self._utf8.narrow(masks[at], rows[at].last)
@@ -293,8 +313,24 @@ class GrammarProcessor:
                 masks[at] = -1
                 continue
             for token in row.stop_ids:
-                bits[at, token // 32] |= np.int32(1 << (token % 32)) if token % 32 < 31 else np.int32(-(2**31))
+                bit = token % WORD_TOKENS
+                masks[at, token // WORD_TOKENS] |= np.int32(1 << bit) if bit < 31 else np.int32(-(2**31))
         return masks
+
+    def _fill_together(self, rows: list[_Row], masks: Int32Array, going: list[int]) -> bool:
+        """On threads of the matchers. False when one of them raises, which one by one will show."""
+        from xgrammar import BatchGrammarMatcher
+
+        self._batch = self._batch or BatchGrammarMatcher()
+        begun = time.monotonic()
+        matchers = [matcher for at in going if (matcher := rows[at].matcher) is not None]
+        try:
+            self._batch.batch_fill_next_token_bitmask(matchers, masks, going)
+        except Exception:  # noqa: BLE001 - as in `_Row.fill`
+            masks[:] = 0
+            return False
+        self._one_by_one = time.monotonic() - begun > SLOW_S  # which row it was shows in the next step
+        return True
 
 
 def _row_that_is_over() -> _Row:

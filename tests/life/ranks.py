@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.errors import TandemError
-from common.executor import Executor
+from common.executor import Executor, ExecutorFailed
 from common.instance.ports import Transfers
 from common.instance.ranks.executor import RankedExecutor
 from common.instance.ranks.follower import FollowerLoop
@@ -174,10 +174,10 @@ class SimulatedFollower:
         try:
             self._follower.turn(self._clock)
         except TandemError as error:
-            self.leave(f"{type(error).__name__}: {error}")
+            self.leave(error)
             return
         if self._follower.ending is not None:
-            self.leave(self._follower.ending.reason)
+            self.leave(None)
         elif self.rank.loop.active:
             self.rank.look()
 
@@ -197,10 +197,14 @@ class SimulatedFollower:
         self._loop.stop_until(until_s)
         self.rank.thread.stop_until(until_s)
 
-    def leave(self, reason: str) -> None:
-        """The process ends by itself; if the leader does not know why, it is told."""
-        if self._follower.ending is None:
-            self._follower.end(reason)
+    def leave(self, error: TandemError | None) -> None:
+        """The process ends by itself. None: the leader has told it to."""
+        if error is None:
+            assert self._follower.ending is not None
+            reason = self._follower.ending.reason
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            self._follower.end(reason, error.step if isinstance(error, ExecutorFailed) else None)
         self.rank.transfers.close()
         self.kill()
         self._parts.follower_ended(self, reason)

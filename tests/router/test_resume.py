@@ -7,9 +7,22 @@ from msgspec.structs import replace
 
 from common.config import RouterConfig
 from common.errors import BadRequest, DeadlinePassed, InstanceFailed, Overloaded, Preempted, TandemError, Unavailable
-from common.ids import DETOKENIZER, RequestId, pack_ids, unpack_ids
+from common.ids import DETOKENIZER, Incarnation, RequestId, pack_ids, unpack_ids
 from common.instance.ports import Send
-from common.messages import Ending, Failed, Finished, Load, Register, Terms, TextBatch, TextDelta, TokenLogprob, TokenLogprobs
+from common.messages import (
+    Ending,
+    Failed,
+    Finished,
+    Goodbye,
+    InstanceInfo,
+    Load,
+    Register,
+    Terms,
+    TextBatch,
+    TextDelta,
+    TokenLogprob,
+    TokenLogprobs,
+)
 from common.pages import radix_cache
 from router.attempts import Phase
 from router.request_book import FRUITLESS_ATTEMPTS
@@ -278,6 +291,44 @@ def test_attempts_that_fail_are_limited_however_many_were_preempted_between_them
         assert bench.observer.endings == []
         bench.text(attempt, "a", PREEMPTED if attempt % 2 else PUSH_FAILED, attempt=attempt)
     assert bench.observer.endings == [PUSH_FAILED]
+
+
+# --- steps that end their instances ---------------------------------------------------------------------------------------
+
+
+def step_failed(bench: Bench, member: InstanceInfo, attempt: int, now: float, *, names_it: bool = True) -> list[Send]:
+    """The instance's last words. names_it: the request was in the step that has ended it."""
+    suspects = (key(attempt=attempt),) if names_it else ()
+    goodbye = Goodbye(id=member.id, incarnation=member.incarnation, reason="step 7 failed: no kernel", suspects=suspects)
+    return bench.place(bench.core.receive(goodbye, now), now)
+
+
+def test_a_request_that_was_in_two_steps_that_ended_their_instances_is_not_carried_to_a_third() -> None:
+    bench = Bench(D0, D1, instance("d2", "decode"), config=RouterConfig(max_attempts=9)).serving(spec(max_new_tokens=100))
+    for attempt in range(2):
+        assert bench.observer.endings == []
+        at = next(each for each in bench.members if bench.assigned().get(each.id))
+        bench.text(attempt, "a", attempt=attempt)
+        sent = step_failed(bench, at, attempt, 1.0 + attempt)
+        bench.members.remove(at)
+    assert generates(sent) == []
+    (ending,) = bench.observer.endings
+    assert isinstance(ending, Failed) and not ending.retryable and ending.status == 500
+    assert "in 2 steps that ended their instances" in ending.message and ending.message.count("step 7 failed: no kernel") == 2
+    assert bench.assigned() == {bench.members[0].id: 0}
+
+
+def test_deaths_from_outside_and_last_words_of_a_former_life_or_about_a_former_attempt_count_for_nothing() -> None:
+    decodes = [instance(f"d{number}", "decode") for number in range(9)]
+    bench = Bench(*decodes, config=RouterConfig(max_attempts=99)).serving(spec(max_new_tokens=100))
+    for attempt in range(8):
+        at = next(each for each in bench.members if bench.assigned().get(each.id))
+        bench.text(attempt, "a", attempt=attempt)
+        stolen = replace(at, incarnation=Incarnation("other"))
+        assert step_failed(bench, stolen, attempt, 1.0) == []
+        assert len(generates(step_failed(bench, at, attempt if attempt == 3 else 99, 1.0, names_it=attempt != 5))) == 1
+        bench.members.remove(at)
+    assert bench.observer.endings == [], "one step counts"
 
 
 # --- nobody can serve ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from common.executor import (
 )
 from common.ids import Digest, Int32Array
 from common.instance.ranks.leader import FollowerLine, Followers
-from common.instance.ranks.line import RankLost, digest_tokens, pack_plan
+from common.instance.ranks.line import RankStepFailed, digest_tokens, pack_plan
 from common.messages.ranks import DropOnRank, FreeAdapter, SwitchOnRank
 from common.messages.variants import ReadAdapter, Task, WeightsSource
 from common.sampling_params import Grammar
@@ -48,20 +48,21 @@ class RankedStep:
         return min(own, *(own if step in each.returned else each.layers.get(step, 0) for each in self._followers))
 
     def poll(self) -> StepResult | None:
-        """Raises RankLost when a rank has sampled other tokens than the leader. A step of the leader's that fails never ends: the
-        followers' next turns say why the instance ends."""
+        """Raises RankStepFailed when a rank has sampled other tokens than the leader. A step of the leader's that fails never
+        ends: the followers' next turns say why the instance ends."""
         if self._result is None:
             try:
                 self._result = self._own.poll()
             except ExecutorFailed as error:
-                self._followers.failed(f"rank 0 failed: {error}")
+                self._followers.failed(f"rank 0 failed: {error}", error.step)
         if self._result is None or any(self._step not in follower.returned for follower in self._followers):
             return None
         digest = digest_tokens(self._result)
         for follower in self._followers:
             follower.layers.pop(self._step, None)
             if follower.returned.pop(self._step) != digest:
-                raise RankLost(f"{follower.line.who} sampled other tokens than rank 0 in step {self._step}")
+                differs = f"{follower.line.who} sampled other tokens than rank 0 in step {self._step}"
+                raise RankStepFailed(differs, self._step)
         return self._result
 
 

@@ -179,10 +179,10 @@ class FollowerLoop:
         """This process is to stop: ask the leader to drain the instance."""
         self._line.send(AskDrain())
 
-    def end(self, reason: str) -> None:
-        """Tell the leader that this rank cannot go on."""
+    def end(self, reason: str, step: int | None = None) -> None:
+        """Tell the leader that this rank cannot go on. step: the one that has failed; None: it was no step."""
         if self.welcome is not None:
-            self._line.send(RankFailed(reason=reason))
+            self._line.send(RankFailed(reason=reason, step=step))
 
     # --- inside -----------------------------------------------------------------------------------------------------------------
 

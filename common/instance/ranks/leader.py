@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from common.errors import ConfigError
 from common.ids import InstanceId
 from common.instance.ports import Mail
-from common.instance.ranks.line import PING_S, SILENCE_S, START_SILENCE_S, RankLine, RankLost, describe
+from common.instance.ranks.line import PING_S, SILENCE_S, START_SILENCE_S, RankLine, RankLost, RankStepFailed, describe
 from common.messages import Failed, ModelIdentity, PoolDescriptor, RankInfo
 from common.messages.base import WIRE_VERSION
 from common.messages.ranks import (
@@ -97,6 +97,8 @@ class FollowerLine:
     held: list[TransferCommand] = field(default_factory=list)
     """Commands that wait until it is known how the clocks differ."""
     transfers_progress_s: float = 0.0
+    has_failed: bool = False
+    """It has said why it ends. That it is gone then proves nothing."""
 
 
 class Followers:
@@ -124,7 +126,7 @@ class Followers:
         self._last_work = 0
         self._now = self._ping_s = 0.0
         self._ended = False
-        self._failure: tuple[str, float] | None = None
+        self._failure: tuple[RankLost, float] | None = None
         """The first failure of a step, and until when it waits for the proof that another rank has caused it."""
         self.stale = 0
         """Messages from former lives of ranks."""
@@ -204,12 +206,13 @@ class Followers:
         if not self.welcomed:
             self._gather(lost, began)
             return
-        if lost:
-            raise RankLost(f"{lost[0].line.who} is gone")
+        for follower in lost:
+            if not follower.has_failed:
+                raise RankLost(f"{follower.line.who} is gone")
         for follower in self._all:
             follower.line.check(began, self._silence_s)  # mail may wait that came later
         if self._failure is not None and now >= self._failure[1]:
-            raise RankLost(self._failure[0])
+            raise self._failure[0]
         if now >= self._ping_s:
             self._ping_s = now + PING_S
             self.send(Ping(sent_s=now, serving=self._serves))
@@ -228,9 +231,11 @@ class Followers:
         """A rank that is silent for longer is lost: importing and compiling keep an interpreter for seconds."""
         return SILENCE_S if self._serves else START_SILENCE_S
 
-    def failed(self, reason: str) -> None:
-        """A step has failed on some rank: the instance ends, for this reason unless another rank proves to be gone."""
-        self._failure = self._failure or (reason, self._now + PROOF_S)
+    def failed(self, reason: str, step: int | None) -> None:
+        """A rank cannot go on: the instance ends, for this reason unless another rank proves to be gone. step: the one that has
+        failed there; None: it was no step."""
+        error = RankLost(reason) if step is None else RankStepFailed(reason, step)
+        self._failure = self._failure or (error, self._now + PROOF_S)
 
     def send(self, message: FromLeader) -> None:
         """To all."""
@@ -386,10 +391,11 @@ class Followers:
                 if not self._serves:
                     raise RankLost(f"{follower.line.who} was told to stop")
                 self.drain_asked = True
-            case RankFailed(reason=reason):
+            case RankFailed(reason=reason, step=step):
                 if not self._serves:
                     raise RankLost(f"{follower.line.who} failed: {reason}")
-                self.failed(f"{follower.line.who} failed: {reason}")
+                follower.has_failed = True
+                self.failed(f"{follower.line.who} failed: {reason}", step)
             case _:
                 assert_never(message)
 

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from common.errors import TandemError
-from common.executor import Chunk, RowStart, StepPlan, StepResult
+from common.executor import Chunk, ExecutorFailed, RowStart, StepPlan, StepResult
 from common.ids import InstanceId, pack_ids, unpack_ids
 from common.instance.ports import Mail
 from common.messages.ranks import (
@@ -40,6 +40,10 @@ class RankLost(TandemError):
     """A rank of the instance is gone, silent or has failed, so the instance ends. The message names the rank and why."""
 
     retryable = True
+
+
+class RankStepFailed(RankLost, ExecutorFailed):
+    """A step has failed on a rank although all ranks are there."""
 
 
 class RankLine:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import BadRequest, TransferError
-from common.executor import Chunk, StepPlan
+from common.errors import BadRequest, TandemError, TransferError
+from common.executor import Chunk, ExecutorFailed, StepPlan
 from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pack_ids, text_name
 from common.instance.cost_meter import FORMER_SHARE, HALF_LIFE_STEPS, LEAST_STEPS, CostMeter
 from common.instance.membership import ABANDON_AFTER_S
@@ -261,7 +261,7 @@ def test_it_says_that_its_transfers_have_ended_only_when_it_drained_and_all_page
 ) -> None:
     rig.turn(0.0, WELCOME, Drain())
     rig.scheduler.drained, rig.scheduler.pages_total = True, pages_total
-    rig.worker.leave(reason)
+    rig.worker.leave(TransferError(reason) if reason else None)
     goodbye = rig.mail.sent[-1][1]
     assert isinstance(goodbye, Goodbye) and goodbye.is_quiet is is_quiet
 
@@ -521,3 +521,39 @@ def test_whatever_the_steps_took_nothing_is_negative_and_no_other_pace_fits_much
             other = fit.copy()
             other[number] = max(0.0, fit[number] + change * scale[number] * took.mean())
             assert error(fit) <= error(other) + 0.01 * len(steps)
+
+
+def test_last_words_name_the_requests_of_the_step_that_failed_each_to_the_router_that_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The second of three is not in the step; the third has come after it."""
+    rig = Rig()
+    rig.turn(0.0, WELCOME, THERE)
+    for number in range(3):
+        prompt = pack_ids([100 * number + token for token in range(2 if number else 4)])
+        rig.turn(0.1 + number / 10, Generate(key=key(f"r{number}"), prompt=prompt, sampling=sampling(), decodes=(D,)))
+    plan, step = rig.executor.steps[0]
+    assert [chunk.row for chunk in plan.chunks] == [0] and len(rig.executor.steps) == 2
+
+    def fails() -> None:
+        raise ExecutorFailed("step 1 failed: no kernel", plan.step)
+
+    step.poll = fails  # type: ignore[method-assign]
+    with pytest.raises(ExecutorFailed):
+        run(rig.worker, lambda seconds: None, lambda: 0.5, lambda: False)
+    goodbye = rig.mail.sent[-1][1]
+    assert isinstance(goodbye, Goodbye) and goodbye.reason == "step 1 failed: no kernel"
+    assert goodbye.suspects == (key("r0"),) and not goodbye.is_quiet
+    assert "step 1 failed: no kernel; its requests: r0" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error", [ExecutorFailed("the device is lost"), ExecutorFailed("no such step", 99), TransferError("lost")]
+)
+def test_what_is_no_failure_of_a_step_accuses_no_request(error: TandemError) -> None:
+    rig = Rig()
+    rig.turn(0.0, WELCOME, THERE)
+    rig.turn(0.1, Generate(key=key(), prompt=pack_ids(range(4)), sampling=sampling(), decodes=(D,)))
+    rig.worker.leave(error)
+    goodbye = rig.mail.sent[-1][1]
+    assert isinstance(goodbye, Goodbye) and goodbye.suspects == () and goodbye.reason == str(error)

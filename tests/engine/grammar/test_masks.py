@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
-from xgrammar import GrammarMatcher
+from xgrammar import GrammarMatcher, TokenizerInfo, VocabType
 
 from common.errors import BadRequest, TandemError
 from common.executor import RowStart
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks
-from engine.grammar.masks import GrammarProcessor, Utf8
+from engine.grammar.compiler import Compiler, GrammarVocabulary
+from engine.grammar.masks import GrammarProcessor, Utf8, load_mask_kernel
 from engine.ports import SampledRows
 from tests.engine.grammar.judge import COMPILER, EOS, VOCAB, VOCABULARY, json_schema, next_tokens, structural_tag
 from tests.random_schemas import random_schema
@@ -129,7 +130,7 @@ def test_tokens_that_hold_no_utf_8_are_never_allowed() -> None:
     guard = Utf8(tokens, 1)
 
     def left(before: int | None) -> list[int]:
-        mask = np.array([-1], dtype=np.int64)
+        mask = np.array([-1], dtype=np.int32)
         guard.narrow(mask, before)
         return [token for token in range(len(tokens)) if int(mask[0]) >> token & 1]
 
@@ -301,3 +302,89 @@ def test_answers_of_random_logits_to_random_schemas_validate() -> None:
     assert len(ended) > rows // 2, "most end: random logits prefer long answers"
     for row in ended:
         assert jsonschema_rs.is_valid(schemas[row], json.loads(text(answers[row]))), (schemas[row], text(answers[row]))
+
+
+# --- vocabularies of any size ------------------------------------------------------------------------------------------------
+
+
+def vocabulary(size: int) -> list[bytes]:
+    """Words, numbers and bytes, then words that no answer needs, and a stop token at the end."""
+    pieces = [bytes([byte]) for byte in range(256)]
+    pieces += [b"%d" % number for number in range(10, min(1000, size // 3))]
+    pieces += [b" word%d" % number for number in range(size - 1 - len(pieces))]
+    return [*pieces, b"</s>"]
+
+
+@pytest.mark.parametrize("size", [2688, 2689, 2720, 2721, 32001, 49155, 50257, 151936, 262144])
+def test_masks_are_those_of_the_grammar_whatever_the_size_of_the_vocabulary(size: int) -> None:
+    """Beside a brute force: the tokens whose bytes a text of the grammar can go on with. More rows than are filled alone."""
+    texts = vocabulary(size)
+    compiler = Compiler(GrammarVocabulary(TokenizerInfo(texts, VocabType.RAW, vocab_size=size, stop_token_ids=[size - 1]), ()))
+    one = GrammarProcessor(cache(compiler.compile_unchecked), 16, size, (size - 1,), torch.device("cpu"))
+    load_mask_kernel(size, torch.device("cpu"))
+    for rows in (list(range(masks.FEW_ROWS)), list(range(3, 3 + 2 * masks.FEW_ROWS + 1))):
+        one.start([start(row, Grammar("regex", f"[1-{1 + row % 9}][0-9]{{3}}"), []) for row in rows])
+        logits, host = torch.zeros(len(rows), size), np.array(rows)
+        at = np.arange(len(rows))
+        sampled = SampledRows(host, torch.from_numpy(host), at, torch.from_numpy(at))
+        one.apply(logits, sampled)
+        assert sampled.failed == {}
+        for place, row in enumerate(rows):
+            begins = re.compile(rb"[1-%d][0-9]{0,3}" % (1 + row % 9))
+            expected = [token for token, piece in enumerate(texts) if begins.fullmatch(piece)]
+            assert torch.isfinite(logits[place]).nonzero().ravel().tolist() == expected
+
+
+# --- matchers that raise -----------------------------------------------------------------------------------------------------
+
+
+class BrokenMatcher:
+    """Raises, where `at` says, what the library raises."""
+
+    def __init__(self, at: str) -> None:
+        self._at = at
+
+    def accept_token(self, token: int) -> bool:
+        if self._at == "accept":
+            raise RuntimeError("the matcher is lost")
+        return True
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def _debug_print_internal_state(self) -> str:
+        return ""
+
+    def fill_next_token_bitmask(self, bits: object, row: int) -> None:
+        if self._at == "fill":
+            raise RuntimeError("the matcher is lost")
+
+
+@pytest.mark.parametrize("at", ["accept", "fill"])
+@pytest.mark.parametrize("count", [2, masks.FEW_ROWS + 3])
+def test_a_matcher_that_raises_ends_its_row_alone(at: str, count: int) -> None:
+    rows = list(range(count))
+    quiet, one = processor(), processor()
+    for each in (quiet, one):
+        each.start([start(row, DATE, []) for row in rows])
+    first = step(quiet, rows, seed=1)
+    assert step(one, rows, seed=1) == first
+    one._rows[1].matcher = BrokenMatcher(at)  # type: ignore[assignment]
+    failed: dict[int, TandemError] = {}
+    for seed in range(2, 6):
+        expected, tokens = step(quiet, rows, seed), step(one, rows, seed, failed=failed)
+        assert tokens[:1] + tokens[2:] == expected[:1] + expected[2:]
+        assert failed.keys() == {1} and "matcher failed: the matcher is lost" in str(failed[1])
+
+
+def test_a_grammar_that_no_matcher_can_be_made_of_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(grammar: Grammar) -> object:
+        if grammar is POINT:
+            raise RuntimeError("no such rule")
+        return COMPILER.compile_unchecked(grammar)
+
+    one = GrammarProcessor(compiled, 16, VOCAB, (EOS,), torch.device("cpu"))  # type: ignore[arg-type]
+    one.start([start(0, DATE, []), start(1, POINT, []), start(2, DATE, [])])
+    failed: dict[int, TandemError] = {}
+    step(one, [0, 1, 2], seed=1, failed=failed)
+    assert failed.keys() == {1} and "json_schema: its matcher failed: no such rule" in str(failed[1])

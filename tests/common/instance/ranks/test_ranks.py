@@ -13,7 +13,7 @@ from common.errors import BadRequest
 from common.executor import NOT_DRAFTED, Chunk, ExecutorFailed, RowStart, StepPlan, StepResult, Work, take_done
 from common.ids import ROUTER, AttemptId, Incarnation, InstanceId, RequestId, Ticket
 from common.instance.ranks.leader import PROOF_S
-from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, digest_tokens, pack_plan, unpack_plan
+from common.instance.ranks.line import PING_S, SILENCE_S, RankLost, RankStepFailed, digest_tokens, pack_plan, unpack_plan
 from common.messages import LinkInfo
 from common.messages.ranks import Agreed, Launch, RankRefused, StepReturned, ToLeader, rank_name
 from common.messages.transfers import (
@@ -324,12 +324,25 @@ def test_a_step_that_fails_on_the_leader_alone_ends_the_instance_with_its_reason
     assert step.poll() is None
     assert rig.followers.next_deadline() <= rig.now + PROOF_S
     rig.now += PROOF_S
-    with pytest.raises(RankLost, match="rank 0 failed: step 5 failed: the device fell off the bus"):
+    with pytest.raises(RankStepFailed, match="rank 0 failed: step 5 failed: the device fell off the bus") as raised:
         rig.followers.turn(rig.clock)
+    assert raised.value.step == 5
+
+
+def test_a_step_that_fails_on_a_follower_is_named_and_what_is_no_step_is_not() -> None:
+    for step, kind in ((7, RankStepFailed), (None, RankLost)):
+        rig = Rig(0.0, 0.0)
+        rig.loops[0].end("no kernel", step)
+        rig.to_leader()
+        rig.mail.gone = [rig.names[0]]
+        rig.now += PROOF_S
+        with pytest.raises(kind, match=r"rank 1 \(pid .*\) failed: no") as raised:
+            rig.to_leader()
+        assert getattr(raised.value, "step", None) == step and type(raised.value) is kind
 
 
 def broken() -> StepResult | None:
-    raise ExecutorFailed("step 5 failed: the device fell off the bus")
+    raise ExecutorFailed("step 5 failed: the device fell off the bus", 5)
 
 
 def test_what_belongs_to_the_start_alone_ends_an_instance_that_serves() -> None:
