@@ -52,8 +52,6 @@ class TokenLogprobsOnDevice:
 
 
 NOT_CHOSEN = -1
-NOT_FINITE = -1
-"""In place of a token whose logit is no finite number."""
 
 
 def measure_logprobs(logits: Tensor, token_ids: Tensor, most: int, chosen: Tensor | None = None) -> Tensor:
@@ -176,13 +174,12 @@ def _processor_failed(processor: LogitsProcessor, error: Exception) -> TandemErr
     return TandemError(f"{type(processor).__name__} failed for this request: {error}")
 
 
-def sound_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The tokens, and NOT_FINITE where the logit that was drawn is no finite number. A draw takes NaN for the least of all and
-    infinity for the most, so that is where the model's own numbers have overflowed, or nothing but NaN was left.
+def drawn_logits(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The logit of each token, [rows] float32. logits: [rows, vocab]; tokens: [rows] int64.
 
-    logits: [rows, vocab]; tokens: [rows] int64. Returns [rows] int64.
-    """
-    return torch.where(logits.gather(1, tokens[:, None])[:, 0].isfinite(), tokens, NOT_FINITE)
+    A draw takes NaN for the least of all and infinity for the most. So what it has drawn is not finite where the model's own
+    numbers have overflowed, or nothing but NaN was left."""
+    return logits.gather(1, tokens[:, None])[:, 0].float()
 
 
 class Sampler:

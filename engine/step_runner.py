@@ -37,7 +37,7 @@ from engine.ports import (
 )
 from engine.replay import CallRecorder, CannotRecord, GraphMaker, Recording, Replay, fitting
 from engine.rows import BatchTensors, HostStep, RowFeatures, Staging, StepArrays
-from engine.sampling import Sampler, SpecialRows, TokenLogprobsOnDevice, sound_tokens
+from engine.sampling import Sampler, SpecialRows, TokenLogprobsOnDevice, drawn_logits
 from engine.torch_kernels import Kernels, write
 
 
@@ -174,15 +174,17 @@ class Poolings:
 class PendingStep:
     """A step whose work has been given to the device: what is still to come of it, and how to wait for that.
 
-    tokens: [sampled] int64 on the device, as `sound_tokens` gives them, in the order of `StepPlan.sampled_rows`, and those behind
-    drafts. The other arguments are those of a `StepResult`; None: there are none. Make it when all of the step's work has been
-    started: its event comes behind that. A thread that waits for the event sleeps, and keeps no core busy.
+    tokens: [sampled] int64 on the device, in the order of `StepPlan.sampled_rows`, and those behind drafts. drawn: their logits,
+    [sampled] float32: a row with one that is not finite fails. The other arguments are those of a `StepResult`; None: there are
+    none. Make it when all of the step's work has been started: its event comes behind that. A thread that waits for the event
+    sleeps, and keeps no core busy.
     """
 
     def __init__(
         self,
         plan: StepPlan,
         tokens: Tensor,
+        drawn: Tensor,
         progress: LayerProgress,
         logprobs: TokenLogprobsOnDevice | None = None,
         prompt_logprobs: TokenLogprobsOnDevice | None = None,
@@ -195,7 +197,8 @@ class PendingStep:
         """Whoever ran a draft model before it says so."""
         self._reported, self._embeddings = (logprobs, prompt_logprobs), embeddings
         parts = (logprobs, prompt_logprobs, embeddings)
-        self._tensors = [tokens.int(), *(part.packed for part in parts if part is not None)]
+        packed = torch.stack([tokens.int(), drawn.view(torch.int32)])
+        self._tensors = [packed, *(part.packed for part in parts if part is not None)]
         """What is read on the host, where it is when the event has passed."""
         self._event: torch.cuda.Event | None = None
         if tokens.device.type != "cpu":
@@ -217,16 +220,15 @@ class PendingStep:
             self._progress.wait()
             self._event.synchronize()
         numbers = iter([tensor.numpy() for tensor in self._tensors])
-        tokens: Int32Array = next(numbers)
+        tokens, bits = next(numbers)
+        is_broken = ~np.isfinite(bits.view(np.float32))
         logprobs, prompt_logprobs = (NO_LOGPROBS if each is None else each.read(next(numbers)) for each in self._reported)
         embeddings = {} if self._embeddings is None else self._embeddings.read(next(numbers))
         failed, behind = self._failed, self._behind
-        is_broken = tokens < 0
         tokens, drafted = np.split(tokens, [len(tokens) - len(self._plan.draft_rows)])
         if is_broken.any():
-            found, found_behind = _broken(self._plan, tokens, drafted)
+            found, found_behind = _broken(self._plan, tokens, drafted, is_broken)
             failed, behind = {**found, **failed}, {**found_behind, **behind}
-            tokens, drafted = tokens.clip(min=0), drafted.clip(min=0)
         for row in [row for row, embedding in embeddings.items() if not np.isfinite(np.frombuffer(embedding, "<f4")).all()]:
             failed = {row: _not_finite("its embedding"), **failed}
             del embeddings[row]
@@ -234,14 +236,17 @@ class PendingStep:
         return StepResult(*came, failed, drafted, self.drafting_s, behind)
 
 
-def _broken(plan: StepPlan, tokens: Int32Array, drafted: Int32Array) -> tuple[dict[int, TandemError], dict[int, int]]:
-    """The rows of a step whose tokens have no finite logit: `StepResult.failed`, and `failed_behind`. What was sampled behind a
-    draft that is wrong does not count. tokens, drafted: those of a `StepResult`, with NOT_FINITE in place of some."""
+def _broken(
+    plan: StepPlan, tokens: Int32Array, drafted: Int32Array, is_broken: NDArray[np.bool_]
+) -> tuple[dict[int, TandemError], dict[int, int]]:
+    """The rows of a step that have drawn a logit that is not finite: `StepResult.failed`, and `failed_behind`. What was sampled
+    behind a draft that is wrong does not count. is_broken: of the tokens, then of those behind drafts."""
+    of_tokens, of_drafted = np.split(is_broken, [len(tokens)])
     error = _not_finite("the logits of its next token")
-    failed = dict.fromkeys(plan.sampled_rows[tokens < 0].tolist(), error)
+    failed = dict.fromkeys(plan.sampled_rows[of_tokens].tolist(), error)
     behind: dict[int, int] = {}
     right = count_right(plan, tokens, drafted)
-    counts = (drafted < 0) & (plan.draft_offsets <= right[plan.draft_places])
+    counts = of_drafted & (plan.draft_offsets <= right[plan.draft_places])
     for row, offset in zip(plan.draft_rows[counts].tolist(), plan.draft_offsets[counts].tolist(), strict=True):
         if row not in failed:
             failed[row], behind[row] = error, offset
@@ -300,8 +305,10 @@ class StepRunner:
         self._graphs: dict[tuple[int, bool], tuple[Attention, Replay]] = {}
         """By number of rows, and whether any may have an adapter: what is planned before each replay, and the graph."""
         self._graph_logits = torch.empty(0, vocab_size, device=self._device)
-        self._graph_rows, self._graph_tokens, self._graph_sound_tokens = torch.full(
-            (3, max_rows), batch.null, dtype=torch.int64, device=self._device
+        self._graph_drawn = torch.empty(0, device=self._device)
+        """The logits of `_graph_tokens`."""
+        self._graph_rows, self._graph_tokens = torch.full(
+            (2, max_rows), batch.null, dtype=torch.int64, device=self._device
         ).unbind()
 
     @torch.inference_mode()
@@ -344,13 +351,15 @@ class StepRunner:
             logits, likeliest, *states = recording.run(progress.between)
             self._keep_features(arrays.decode_rows, states)
         if logits is None:
-            return PendingStep(plan, arrays.sampled_at, progress, prompt_logprobs=prompt_logprobs, failed=adapters.failed)
+            nothing = arrays.sampled_at, arrays.sampled_at.float()
+            return PendingStep(plan, *nothing, progress, prompt_logprobs=prompt_logprobs, failed=adapters.failed)
         rows = arrays.sampled_rows
         tokens = self._sampler.draw(logits, None if host.is_greedy else self.batch.sampling(rows), special, likeliest)
         self.batch.last_token[rows] = tokens
         logprobs = self._sampler.logprobs(logits, tokens, special)
         failed = _failed(special, adapters), _failed_behind(special)
-        return PendingStep(plan, sound_tokens(logits, tokens), progress, logprobs, prompt_logprobs, embeddings, *failed)
+        drawn = drawn_logits(logits, tokens)
+        return PendingStep(plan, tokens, drawn, progress, logprobs, prompt_logprobs, embeddings, *failed)
 
     @torch.inference_mode()
     def take_in(self, plan: StepPlan) -> None:
@@ -455,6 +464,7 @@ class StepRunner:
         if len(self._graph_logits) < sizes[-1]:
             assert not self._graphs, "graphs hold the address of the logits"
             self._graph_logits = torch.empty(sizes[-1], self.vocab_size, dtype=self._model.logits_dtype, device=self._device)
+            self._graph_drawn = torch.empty(sizes[-1], device=self._device)
         for number, size in enumerate(reversed(sizes)):
             progress(f"capturing CUDA graphs: batch size {size} ({number + 1} of {len(sizes)})")
             attention = self._attention.for_graph(size)
@@ -489,7 +499,7 @@ class StepRunner:
         tokens = self._sampler.draw(logits, batch.sampling(rows))
         batch.last_token[rows] = tokens
         self._graph_tokens[:size] = tokens
-        self._graph_sound_tokens[:size] = sound_tokens(logits, tokens)
+        self._graph_drawn[:size] = drawn_logits(logits, tokens)
         self._graph_logits[:size] = logits
 
     def _replay_graph(
@@ -508,15 +518,15 @@ class StepRunner:
         replay()
         count = len(arrays.sampled_rows)
         tokens, logits = self._graph_tokens[:count], self._graph_logits[:count]
-        sound = self._graph_sound_tokens[:count]
+        drawn = self._graph_drawn[:count]
         if special is not None and special.changes_logits:
             rows = arrays.sampled_rows
             self._sampler.redraw(tokens, logits, self.batch.sampling(rows), special)
             self.batch.last_token[rows] = tokens
-            sound = sound_tokens(logits, tokens)
+            drawn = drawn_logits(logits, tokens)
         logprobs = self._sampler.logprobs(logits, tokens, special)
         failed, behind = _failed(special, adapters), _failed_behind(special)
-        return PendingStep(host.plan, sound, progress, logprobs, failed=failed, failed_behind=behind)
+        return PendingStep(host.plan, tokens, drawn, progress, logprobs, failed=failed, failed_behind=behind)
 
 
 def _failed(special: SpecialRows | None, adapters: StepAdapters) -> Mapping[int, TandemError]:

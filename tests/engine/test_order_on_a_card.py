@@ -47,12 +47,17 @@ def silent() -> LayerProgress:
     return LayerProgress(CARD, 1, 0, None)
 
 
+def drawn(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and their logits."""
+    return torch.tensor(tokens, dtype=torch.int64, device=CARD), torch.zeros(len(tokens), device=CARD)
+
+
 def test_tokens_are_read_when_their_own_step_is_done(card: FakeStream) -> None:
     ran: list[str] = []
     steps = []
     for name, tokens in (("first", [5, 6]), ("second", []), ("third", [8])):
         card.start(lambda name=name: ran.append(name))  # type: ignore[misc]
-        steps.append(PendingStep(StepPlan(1), torch.tensor(tokens, dtype=torch.int64, device=CARD), silent()))
+        steps.append(PendingStep(StepPlan(1), *drawn(tokens), silent()))
     assert ran == [] and not any(step.is_complete for step in steps)
     assert (steps[0].wait().tokens.tolist(), ran) == ([5, 6], ["first"])
     assert (steps[1].wait().tokens.tolist(), ran) == ([], ["first", "second"]), "its KV is written, though it samples nothing"
@@ -62,7 +67,7 @@ def test_tokens_are_read_when_their_own_step_is_done(card: FakeStream) -> None:
 def test_log_probabilities_are_read_when_their_step_is_done(card: FakeStream) -> None:
     packed = measure_logprobs(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([1]), most=1)
     told = TokenLogprobsOnDevice(np.array([5]), np.array([1]), packed.as_subclass(CardTensor))
-    step = PendingStep(StepPlan(1), torch.tensor([1], device=CARD), silent(), told, told)
+    step = PendingStep(StepPlan(1), *drawn([1]), silent(), told, told)
     assert card.done == 0
     result = step.wait()
     for logprobs in (result.logprobs, result.prompt_logprobs):
@@ -79,7 +84,7 @@ def test_layers_are_reported_when_the_card_has_written_them_and_before_it_goes_o
         card.start(lambda layer=layer: written.append(layer))  # type: ignore[misc]
         progress.written(layer)
     card.start(lambda: written.append(99))
-    step = PendingStep(StepPlan(1), torch.tensor([3], device=CARD), progress)
+    step = PendingStep(StepPlan(1), *drawn([3]), progress)
     assert written == [] and reported == []
     assert step.wait().tokens.tolist() == [3]
     assert reported == [(2, [1, 2]), (4, [1, 2, 3, 4])]
