@@ -14,7 +14,9 @@ import logging
 import os
 import socket
 import threading
+import time
 import uuid
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,6 +64,9 @@ passes on a part, is faster for large ones. As in vLLM (csrc/custom_all_reduce.c
 ONE_SHOT_DTYPES = (torch.bfloat16, torch.float32)
 MEET_S = timedelta(seconds=60)
 """How long ranks that are all there may take to see each other's memory."""
+TRIAL_S = 10.0
+"""How long one sum may take that is tried. It takes microseconds; the first one loads its kernel."""
+POLL_S = 0.001
 _VECTOR = 16
 """Bytes that a thread of the kernel reads at a time."""
 
@@ -72,6 +77,9 @@ class PeerMemory(Protocol):
     def reaches(self, device: torch.device, other: int) -> bool:
         """Whether kernels on the device read memory of the other one of this host."""
 
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Makes the device the current one of this thread: `share` and `add` look at that, and at no tensor's."""
+
     def share(self, name: str, store: Store, rank: int, ranks: int, shared_bytes: int, device: torch.device) -> Tensor:
         """[shared_bytes] uint8 on the device, which all ranks see, and whose group has this name in this process. All call it at
         once. Raises one of ERRORS."""
@@ -79,6 +87,9 @@ class PeerMemory(Protocol):
     def add(self, shared: Tensor, x: Tensor, name: str) -> None:
         """x becomes the sum of what all ranks give, added in the order of the ranks. shared: a part of what is shared, with the
         shape and dtype of x. Goes to the current stream, and may be captured."""
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether all that was started on the current stream ends in this time. Waits for it."""
 
     def forget(self, name: str) -> None: ...
 
@@ -111,6 +122,18 @@ class TorchPeerMemory:
     def add(self, shared: Tensor, x: Tensor, name: str) -> None:
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", name, x)
 
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
+        return torch.cuda.device(device)
+
+    def ends_within(self, seconds: float) -> bool:
+        event, ends_s = torch.cuda.Event(), time.monotonic() + seconds  # type: ignore[no-untyped-call]
+        event.record()
+        while not event.query():
+            if time.monotonic() > ends_s:
+                return False
+            time.sleep(POLL_S)
+        return True
+
     def forget(self, name: str) -> None:
         _c10d._unregister_process_group(name)
         del self._groups[name]
@@ -141,7 +164,8 @@ class OneShot:
 
 def share_memory(memory: PeerMemory | None, store: Store, rank: int, ranks: int, device: torch.device) -> OneShot | str:
     """What adds small tensors, or why NCCL adds all: the same on every rank. Each says what it finds, and hears all. A sum is
-    tried, because one that is wrong would show nowhere else. Raises one of ERRORS when a rank says nothing."""
+    tried, because one that is wrong would show nowhere else. Raises one of ERRORS when a rank says nothing, and ConfigError when
+    the trial does not end on a rank: its kernel keeps the device busy, so nothing else can be trusted to run there."""
 
     def heard(what: str, said: str) -> list[str]:
         store.set(f"{what} of {rank}", said)
@@ -165,14 +189,24 @@ def share_memory(memory: PeerMemory | None, store: Store, rank: int, ranks: int,
         return found
     assert memory is not None
     made: OneShot | None = None
+    hangs = ""
     try:
-        made = OneShot(memory, store, rank, ranks, device)
-        total = made.sum(torch.full((_VECTOR,), rank + 1.0, device=device))
-        expected = ranks * (ranks + 1) / 2
-        why = "" if (total == expected).all() else f"memory that ranks share adds wrongly: {total.tolist()}, and not {expected}"
+        with memory.on(device):
+            made = OneShot(memory, store, rank, ranks, device)
+            total = made.sum(torch.full((_VECTOR,), rank + 1.0, device=device))
+            expected = ranks * (ranks + 1) / 2
+            if not memory.ends_within(TRIAL_S):
+                hangs = f"a sum over the memory of {ranks} GPUs has not ended on rank {rank} ({device}) within {TRIAL_S:g} s"
+            elif not (total == expected).all():
+                why = f"memory that ranks share adds wrongly: {total.tolist()}, and not {expected}"
     except ERRORS as error:
         why = f"they cannot share memory ({first_line(error)})"
-    found = next(filter(None, heard("trial", why)), "")
+    all_found, all_hang = heard("trial", why), heard("trial that hangs", hangs)
+    if any(all_hang):
+        found = "; ".join(filter(None, [*all_hang, *all_found]))
+        fix = "give --all-reduce nccl on every rank, and set NCCL_P2P_DISABLE=1 if that hangs too"
+        raise ConfigError(f"{found}. PCIe ACS or an IOMMU may keep GPUs from each other's memory: {fix}")
+    found = next(filter(None, all_found), "")
     if made is not None and not found:
         return made
     if made is not None:

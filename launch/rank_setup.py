@@ -104,12 +104,16 @@ def _make_executor(
 
         engine = with_step_size(engine, "cpu")
         return engine, TimedCheckpoint(command.model, engine, wake, progress, parallel.rank, parallel.ranks, parallel.agree)
+    import torch
+
     from engine.backends import device_of, with_device_defaults
     from engine.parallel import ALONE
     from engine.torch_executor import TorchExecutor
 
     engine = with_device_defaults(engine)
     device = device_of(engine.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else this thread's first call would make a context on GPU 0
     if command.role == "prefill" and engine.graphs == "auto" and device.type == "cuda":
         engine = replace(engine, graphs="off")  # their memory is better used for pages, unless it takes another role
     group = ALONE if parallel.meet is None else parallel.meet(device)

@@ -295,7 +295,7 @@ class RankFailed(Numbered, frozen=True):
 
     reason: str
     """For people."""
-    step: int | None = None
+    step: Count | None = None
     """The step that has failed; None: it was no step."""
 
 

@@ -2,8 +2,9 @@
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 from unittest import mock
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from common.errors import MeetingFailed
+from common.errors import ConfigError, MeetingFailed
 from engine import parallel
 from engine.parallel import ALONE, Group, OneShot, TorchGroup, TorchPeerMemory, open_store, reach_store, share_memory
 from tests.engine.ranks import CONNECT_S, CPU, HOST, T, on_ranks
@@ -123,9 +124,12 @@ class HostMemory:
         self.reached: Callable[[int], bool] = lambda other: True
         self.broken_on: int | None = None
         self.slip = 0.0
+        self.hangs_on: int | None = None
+        self._current = threading.local()
         self.names: set[str] = set()
         self.buffers: dict[int, Tensor] = {}
         self._rank_of: dict[str, int] = {}
+        self._device_of: dict[str, torch.device] = {}
         self.added: list[tuple[int, int]] = []
         """The rank and the address of each sum."""
         self._barrier = threading.Barrier(ranks)
@@ -133,11 +137,21 @@ class HostMemory:
     def reaches(self, device: torch.device, other: int) -> bool:
         return self.reached(other)
 
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        self._current.device = device
+        yield
+        self._current.device = None
+
+    def ends_within(self, seconds: float) -> bool:
+        return self._current.device.index != self.hangs_on
+
     def share(self, name: str, store: Store, rank: int, ranks: int, shared_bytes: int, device: torch.device) -> Tensor:
+        assert self._current.device == device, "torch would take the thread's current device, which is GPU 0"
         if rank == self.broken_on:
             raise RuntimeError("CUDA driver error: invalid device ordinal\nand more")
         self.names.add(name)
-        self._rank_of[name] = rank
+        self._rank_of[name], self._device_of[name] = rank, device
         self.buffers[rank] = torch.zeros(shared_bytes, dtype=torch.uint8)
         return self.buffers[rank]
 
@@ -146,6 +160,8 @@ class HostMemory:
         assert x.dtype in (torch.float32, torch.bfloat16)
         assert x.nbytes % 16 == 0 and x.storage_offset() * x.itemsize % 16 == 0 and shared.storage_offset() == 0
         rank = self._rank_of[name]
+        if rank not in [each for each, _ in self.added]:
+            assert self._current.device == self._device_of[name], "the trial starts its kernel there"
         self.added.append((rank, shared.data_ptr()))
         shared.copy_(x)
         self._barrier.wait(5.0 if self.broken_on is None else 0.2)
@@ -214,7 +230,9 @@ def test_small_sums_by_one_kernel_are_those_of_all_ranks_in_the_same_memory_each
 def test_what_adds_a_tensor_is_decided_by_its_shape_and_dtype(
     ranks: int, shape: tuple[int, int], dtype: torch.dtype, is_taken: bool
 ) -> None:
-    made = OneShot(HostMemory(1), open_store(HOST), 0, ranks, CPU)
+    memory = HostMemory(1)
+    with memory.on(CPU):
+        made = OneShot(memory, open_store(HOST), 0, ranks, CPU)
     assert made.takes(torch.empty(shape, dtype=dtype)) is is_taken
 
 
@@ -239,6 +257,32 @@ def test_nccl_adds_all_where_one_rank_cannot_share_memory_and_every_rank_knows_w
     names = iter(["a", "b"])
     monkeypatch.setattr(socket, "gethostname", lambda: next(names))
     assert shared(HostMemory(2), 2, _reason) == ["the ranks are on several hosts"] * 2
+
+
+@pytest.mark.parametrize("hangs_on", [0, 1])
+def test_a_trial_that_hangs_on_one_rank_ends_the_start_of_all_with_the_way_out(hangs_on: int) -> None:
+    memory, reasons = HostMemory(2), list[str]()
+    memory.hangs_on = hangs_on
+    store = open_store(HOST)
+
+    def be(rank: int) -> None:
+        ours = store if rank == 0 else reach_store(HOST, store.port, CONNECT_S)
+        with pytest.raises(ConfigError) as raised:
+            share_memory(memory, ours, rank, 2, torch.device("cuda", rank))
+        reasons.append(str(raised.value))
+
+    with ThreadPoolExecutor(2) as pool, mock.patch.object(torch, "full", partial(_full, torch.full)):
+        list(pool.map(be, range(2)))
+    assert reasons[0] == reasons[1] and "--all-reduce nccl" in reasons[0]
+    assert f"has not ended on rank {hangs_on} (cuda:{hangs_on}) within 10 s" in reasons[0]
+
+
+def test_the_device_of_a_rank_is_current_while_its_memory_is_shared_and_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch itself does it: its kernel is started on the current device."""
+    entered: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+    with TorchPeerMemory().on(torch.device("cuda", 1)):
+        assert entered == [torch.device("cuda", 1)]
 
 
 def test_a_group_on_cards_takes_one_kernel_for_small_sums_nccl_for_others_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
