@@ -110,6 +110,34 @@ def test_an_instance_that_lacks_a_rank_ends_on_all_others_and_its_requests_are_s
     assert f"rank {rank} " in reason and ("is gone" if is_killed else "silent") in reason
 
 
+@pytest.mark.parametrize("seconds", [1.5, 5.0, 60.0])
+def test_a_machine_that_stood_still_is_no_silence_between_ranks(seconds: float) -> None:
+    """As when a host is paused: all processes of the fleet at once."""
+    fleet = fleet_of(2, 2)
+    clients = [fleet.submit(f"r{n}", PROMPT[n:], ANSWER) for n in range(4)]
+    fleet.turn_until(lambda: any(client.token_ids for client in clients))
+    until_s = fleet.clock.now + seconds
+    for instance in fleet.instances.values():
+        for process in instance.processes:
+            process.stop_until(until_s)
+    fleet.router_process.stop_until(until_s)
+    fleet.turn_until(lambda: all(client.ended for client in clients), seconds=seconds + 30.0)
+    assert fleet.ends == [] and fleet.rank_ends == []
+    assert [client.token_ids for client in clients] == [undisturbed(PROMPT[n:], ANSWER) for n in range(4)]
+
+
+def test_a_rank_that_is_lost_while_the_machine_stands_still_is_noticed_in_time() -> None:
+    fleet = fleet_of(2, 2, instances=2)
+    instance = fleet.instances["decode-0"]
+    fleet.run_for(1.0)
+    until_s = fleet.clock.now + 5.0
+    instance.processes[0].stop_until(until_s)
+    instance.processes[1].stop_until(until_s + 60.0)
+    fleet.run_for(5.0 + SILENCE_S + 1.0)
+    ((name, reason),) = fleet.ends
+    assert name == "decode-0" and "rank 1" in reason and "silent" in reason
+
+
 def test_a_follower_that_is_told_to_stop_drains_the_instance() -> None:
     fleet = fleet_of(2, 2)
     client = fleet.submit("r", PROMPT, ANSWER)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from common.deadlines import earliest
+from common.absence import Absence
 from common.errors import PeerRefused, TandemError
 from common.executor import Executor, StepHandle, Work, take_done
 from common.ids import InstanceId
@@ -96,6 +97,7 @@ class FollowerLoop:
         self._preparing: dict[int, Work] = {}
         self._working: dict[int, Work] = {}
         """Weights that are being made ready, with the leader's number."""
+        self._absence = Absence()
         self.ending: End | None = None
         """The leader's message that this rank is to exit."""
         self.stale = 0
@@ -131,9 +133,15 @@ class FollowerLoop:
     def turn(self, clock: Callable[[], float]) -> None:
         """Obey, and report what happened. Raises RankLost when the leader is lost, PeerRefused when this cannot be a rank of the
         instance, and what executor or transfers raise."""
+        now = clock()
+        if self.welcome is not None:
+            self._line.forgive(self._absence.begins(now))
+        self._take_turn(now)
+        self._absence.ends(now, clock(), self.next_deadline())
+
+    def _take_turn(self, now: float) -> None:
         gone = self._mail.refused()  # read in each turn, and before the mail: a leader that was gone before is not this one
         is_lost = self.welcome is not None and self._line.to in gone
-        now = clock()
         for sender, message in self._mail.receive():
             if isinstance(message, RankWelcome | RankRefused):
                 self._be_answered(sender, message, now)

@@ -22,6 +22,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from common.absence import Absence
 from common.errors import ConfigError
 from common.ids import InstanceId
 from common.instance.ports import Mail
@@ -126,6 +127,7 @@ class Followers:
         self._last_work = 0
         self._now = self._ping_s = 0.0
         self._ended = False
+        self._absence = Absence()
         self._failure: tuple[RankLost, float] | None = None
         """The first failure of a step, and until when it waits for the proof that another rank has caused it."""
         self.stale = 0
@@ -190,6 +192,13 @@ class Followers:
     def turn(self, clock: Callable[[], float]) -> None:
         """Take in mail, and send what is due. Raises RankLost, and ConfigError while the instance starts."""
         began = clock()
+        absent_s = self._absence.begins(began)
+        for follower in self._all:
+            follower.line.forgive(absent_s)
+        self._take_turn(clock, began)
+        self._absence.ends(began, clock(), self.next_deadline())
+
+    def _take_turn(self, clock: Callable[[], float], began: float) -> None:
         mail = self._mail.receive()
         now = self._now = clock()  # not before the mail has arrived: `RankLine.compare_clocks`
         for sender, message in mail:

@@ -55,6 +55,8 @@ class RankLine:
         self.who = who
         self.heard_s = now
         """When the other side was last heard."""
+        self._is_forgiven = False
+        """Its present silence was shortened once."""
         self._sent = 0
         self._taken = 0
         self._offsets_s: deque[float] = deque(maxlen=PONGS_KEPT)
@@ -70,11 +72,19 @@ class RankLine:
             raise RankLost(f"{self.who}: message {self._taken + 1} was lost: {message.number} came in its place")
         self._taken = message.number
         self.heard_s = now
+        self._is_forgiven = False
 
     def unexpected(self, message: Numbered, serves: bool) -> RankLost:
         """The error of a message that does not belong there. serves: all ranks are ready."""
         when = "serves" if serves else "starts"
         return RankLost(f"{self.who} sent {type(message).__name__} while the instance {when}")
+
+    def forgive(self, absent_s: float) -> None:
+        """Our own loop stood still for so long: that is no silence of the other side, which may have stood still with us. Once in
+        each silence, so that a loop that is always late notices who is lost, too."""
+        if absent_s > 0.0 and not self._is_forgiven:
+            self.heard_s += absent_s
+            self._is_forgiven = True
 
     def check(self, now: float, silence_s: float) -> None:
         """Take in all mail before. Raises RankLost after too long a silence."""
