@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from common.deadlines import earliest
 from common.absence import Absence
+from common.deadlines import earliest
 from common.errors import PeerRefused, TandemError
 from common.executor import Executor, StepHandle, Work, take_done
 from common.ids import InstanceId
