@@ -343,6 +343,10 @@ class StepHandle(Protocol):
         """When the step ends, if that is known in advance; None: the executor wakes its process's loop then."""
 
     @property
+    def progress(self) -> int:
+        """Grows while a long step computes, so that it can be told from one that is stuck. It may stay 0."""
+
+    @property
     def layers_done(self) -> int:
         """How many layers, from the first on, have the KV of the plan's chunks in the pages.
 

@@ -128,7 +128,7 @@ class TorchPeerMemory:
     def ends_within(self, seconds: float) -> bool:
         event, ends_s = torch.cuda.Event(), time.monotonic() + seconds  # type: ignore[no-untyped-call]
         event.record()
-        while not event.query():
+        while not event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > ends_s:
                 return False
             time.sleep(POLL_S)

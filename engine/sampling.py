@@ -381,12 +381,21 @@ class Sampler:
         return TokenLogprobsOnDevice(reported.rows, reported.top_counts, packed)
 
     def prompt_logprobs(
-        self, hidden: Tensor, logits: Callable[[Tensor], Tensor], special: SpecialRows | None
+        self,
+        hidden: Tensor,
+        logits: Callable[[Tensor], Tensor],
+        special: SpecialRows | None,
+        between: Callable[[], None] | None = None,
     ) -> TokenLogprobsOnDevice | None:
-        """Those of the prompts' tokens. hidden: of all the step's tokens. logits: the model's, computed for some at a time."""
+        """Those of the prompts' tokens. hidden: of all the step's tokens. logits: the model's, computed for some at a time.
+        between: called after those."""
         if special is None or not len(special.prompt_at):
             return None
         reported, at, tokens = special.prompt, special.prompt_at, special.prompt_tokens
         most = int(reported.top_counts.max())
-        packed = [measure_logprobs(logits(hidden[at[part]]), tokens[part], most) for part in row_parts(len(at))]
+        packed: list[Tensor] = []
+        for part in row_parts(len(at)):
+            packed.append(measure_logprobs(logits(hidden[at[part]]), tokens[part], most))
+            if between is not None:
+                between()
         return TokenLogprobsOnDevice(reported.rows, reported.top_counts, torch.cat(packed))

@@ -401,7 +401,7 @@ class StepRunner:
             self._features.keep(arrays.token_rows, positions, self._model.tapped)
         else:
             self._keep_features(arrays.decode_rows, [states[len(arrays.token_ids) :] for states in self._model.tapped])
-        prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._model.logits, special)
+        prompt_logprobs = self._sampler.prompt_logprobs(hidden, self._model.logits, special, progress.between)
         embeddings = self._poolings.pool(plan, hidden)
         if len(arrays.sampled_at) == 0:
             return None, prompt_logprobs, None

@@ -80,6 +80,7 @@ class TimedStep:
     ends_s: float
     clock: Callable[[], float]
     layers_done: int = 0
+    progress: int = 0
 
     def poll(self) -> StepResult | None:
         return self.result if self.clock() >= self.ends_s else None

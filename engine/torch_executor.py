@@ -159,6 +159,7 @@ class StepInFlight:
     result: StepResult | None = None
     failure: Exception | None = None
     layers_done: int = 0
+    progress: int = 0
     ends_s: float | None = None
 
     def poll(self) -> StepResult | None:
@@ -296,7 +297,6 @@ class TorchExecutor:
     def _launch_steps(self) -> None:
         """On CPU with cores that others lend, where a launch is the whole step, the threads follow what is lent."""
         torch.set_num_threads(self._threads_now)
-        follow = None if self._cores is None else self._follow_lent_cores
         broken: Exception | None = None
         with self._runner.on_device():
             while (step := self._steps.get()) is not None:
@@ -312,7 +312,7 @@ class TorchExecutor:
                     if self._cores is not None:
                         self._cores.begin()
                         self._follow_lent_cores()
-                    pending = self._runner.launch(step.plan, step.report_layers, follow)
+                    pending = self._runner.launch(step.plan, step.report_layers, self._between_layers(step))
                     if not pending.is_complete:
                         self._launched.put((step, pending))
                         continue
@@ -324,6 +324,19 @@ class TorchExecutor:
                         self._cores.end()
                 self._wake()
         self._launched.put(None)
+
+    def _between_layers(self, step: StepInFlight) -> Callable[[], None] | None:
+        """What is called at each layer. None for decode steps that nothing holds up: a recorded one is then a single call."""
+        follows = self._cores is not None
+        if not follows and not step.plan.chunks:
+            return None
+
+        def between() -> None:
+            step.progress += 1
+            if follows:
+                self._follow_lent_cores()
+
+        return between
 
     def _follow_lent_cores(self) -> None:
         assert self._cores is not None

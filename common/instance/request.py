@@ -32,7 +32,7 @@ from common.messages import (
 )
 from common.pages.pool import PageLease
 from common.pages.radix_cache import NO_HIT, Hit, PageKeys
-from common.sampling_params import ANSWER_TOKENS
+from common.sampling_params import ANSWER_TOKENS, SamplingParams
 from common.step_cost import StepCost
 
 
@@ -73,6 +73,8 @@ class PromptProgress:
     computed: int = 0
     owner: str = ""
     """Whose it is: see `Terms`."""
+    token_work: int = 1
+    """How many tokens of a step's budget one of its tokens counts as: see `token_work`."""
 
     @property
     def left(self) -> int:
@@ -123,17 +125,28 @@ class ChunkLimit:
         self._measured = max(self._measured, self._launched)
 
 
+VOCABULARY_OF_A_TOKEN = 2**15
+"""A position whose log probabilities are reported takes a softmax over the vocabulary, and as much work as one more token for
+each so many of its tokens."""
+
+
+def token_work(sampling: SamplingParams, vocab_size: int) -> int:
+    """What one token of a request's prompt counts as in the budget of a step."""
+    return 1 if sampling.prompt_logprobs is None else 1 + vocab_size // VOCABULARY_OF_A_TOKEN
+
+
 def next_chunks(prompts: Iterable[PromptProgress], budget_tokens: int) -> tuple[Chunk, ...]:
-    """Chunks for the next forward, at most `budget_tokens` in all. Owners get equal parts of it, as far as they have prompts, and
-    the prompts of one are served in the order in which they came. Marks the chunks as launched."""
+    """Chunks for the next forward, of `budget_tokens` in all, as `token_work` counts them. Owners get equal parts of it, as far
+    as they have prompts, and the prompts of one are served in the order in which they came. Marks the chunks as launched."""
     coming = [progress for progress in prompts if progress.left]
     parts = _parts(coming, budget_tokens)
     chunks = []
     for progress in coming:
-        tokens = min(parts[progress.owner], progress.left)
-        if tokens == 0:
+        part = parts[progress.owner]
+        if part == 0:
             continue
-        parts[progress.owner] -= tokens
+        tokens = min(max(1, part // progress.token_work), progress.left)
+        parts[progress.owner] = max(0, part - tokens * progress.token_work)
         start, end = progress.launched, progress.launched + tokens
         progress.launched = end
         chunks.append(Chunk(progress.row, start, progress.prompt[start:end], last=progress.left == 0))
@@ -144,7 +157,7 @@ def _parts(prompts: Iterable[PromptProgress], budget_tokens: int) -> dict[str, i
     """How many tokens each owner gets: what is left of it by those who have less goes to the others (max-min fair)."""
     wanted: dict[str, int] = {}
     for progress in prompts:
-        wanted[progress.owner] = wanted.get(progress.owner, 0) + progress.left
+        wanted[progress.owner] = wanted.get(progress.owner, 0) + progress.left * progress.token_work
     parts: dict[str, int] = {}
     for owner in sorted(wanted, key=wanted.__getitem__):
         parts[owner] = min(wanted[owner], budget_tokens, max(1, budget_tokens // (len(wanted) - len(parts))))

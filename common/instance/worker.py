@@ -76,6 +76,8 @@ MakeScheduler: TypeAlias = Callable[[InstanceInfo, FormerRole | None], Scheduler
 
 STEPS_IN_FLIGHT = 2
 """Step k + 1 is launched before the tokens of step k are read."""
+SLACK = 3.0
+"""A step that takes so many times as long as its like is late, not stuck."""
 START_S = 0.05
 """How often an instance looks whether it holds what it is to hold before it joins a fleet."""
 ROUTE_MEMORY_S = 60.0
@@ -94,6 +96,18 @@ class _InFlight:
     launched_s: float
     follows_layers: bool
     layers_seen: int = 0
+    progress: int = 0
+    """The handle's, when it was last looked at."""
+    moved_s: float = 0.0
+    """When it had last grown by then."""
+
+    def still_s(self, now: float, cost: StepCost) -> float:
+        """For how long the step has not moved, beyond SLACK times what its like have taken."""
+        if self.handle.progress != self.progress:
+            self.progress, self.moved_s = self.handle.progress, now
+        plan = self.plan
+        usual_s = cost.seconds(plan.chunk_tokens, plan.decoding, plan.held_tokens)
+        return max(0.0, now - max(self.launched_s, self.moved_s) - SLACK * usual_s)
 
 
 class InstanceWorker:
@@ -285,6 +299,8 @@ class InstanceWorker:
                     self._act(self.scheduler.handle(LayersDone(step.plan, layers), now))
                 return
             self._in_flight.popleft()
+            if self._in_flight:
+                self._in_flight[0].moved_s = now  # it begins where this one ends
             if self._tracer.recorder.on:
                 self._tracer.step_done(step.plan, step.launched_s)
             self._cost.step(step.plan, step.launched_s, now, sum(result.drafting_s))
@@ -421,7 +437,7 @@ class InstanceWorker:
             self._act(self.scheduler.handle(StepsMeasured(cost), now))
         load = msgspec.structs.replace(
             report.load,
-            oldest_step_s=now - self._in_flight[0].launched_s if self._in_flight else 0.0,
+            oldest_step_s=self._in_flight[0].still_s(now, cost) if self._in_flight else 0.0,
             oldest_transfer_s=max(0.0, now - self._transfers.progress_s),
             **msgspec.structs.asdict(cost),
         )

@@ -127,7 +127,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pages_quarantined: Count = 0
     """Pages held by transfers that are not proven to have ended."""
     oldest_step_s: Seconds = 0.0
-    """Age of the oldest step in flight."""
+    """For how long the oldest step in flight has not moved, less a few times what steps of its size take."""
     oldest_transfer_s: Seconds = 0.0
     """Seconds without progress, of the transfer that has had none for longest or of the transfer thread itself."""
     step_s: Seconds = 0.0

@@ -4,7 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 from unittest import mock
@@ -144,7 +144,8 @@ class HostMemory:
         self._current.device = None
 
     def ends_within(self, seconds: float) -> bool:
-        return self._current.device.index != self.hangs_on
+        device: torch.device = self._current.device
+        return device.index != self.hangs_on
 
     def share(self, name: str, store: Store, rank: int, ranks: int, shared_bytes: int, device: torch.device) -> Tensor:
         assert self._current.device == device, "torch would take the thread's current device, which is GPU 0"
@@ -280,7 +281,12 @@ def test_a_trial_that_hangs_on_one_rank_ends_the_start_of_all_with_the_way_out(h
 def test_the_device_of_a_rank_is_current_while_its_memory_is_shared_and_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch itself does it: its kernel is started on the current device."""
     entered: list[object] = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or nullcontext())
+
+    def enter(device: object) -> AbstractContextManager[None]:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
     with TorchPeerMemory().on(torch.device("cuda", 1)):
         assert entered == [torch.device("cuda", 1)]
 

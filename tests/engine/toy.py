@@ -63,7 +63,7 @@ class ToyStep:
         self.ends_s = ends_s
         self.is_written = False
         self.result: StepResult | None = None
-        self.layers_done = 0
+        self.layers_done = self.progress = 0
         self._catch_up = catch_up
 
     def poll(self) -> StepResult | None:

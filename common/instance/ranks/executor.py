@@ -42,6 +42,11 @@ class RankedStep:
         return self._own.ends_s if self._result is None else None
 
     @property
+    def progress(self) -> int:
+        """The leader's: where another rank is stuck, the leader's next sum waits for it."""
+        return self._own.progress
+
+    @property
     def layers_done(self) -> int:
         """The least of all ranks."""
         own, step = self._own.layers_done, self._step

@@ -55,7 +55,7 @@ class FakeStep:
 
     def __init__(self) -> None:
         self.result: StepResult | None = None
-        self.layers_done = 0
+        self.layers_done = self.progress = 0
 
     def poll(self) -> StepResult | None:
         return self.result

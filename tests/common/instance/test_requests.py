@@ -16,13 +16,13 @@ from msgspec.structs import replace
 
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Life, shard_of, text_name
 from common.instance.ports import Action, RouterJoined, RouterLost, Send
-from common.instance.request import LEAST_CHUNK_TOKENS, ChunkLimit, PromptProgress, Request, RequestPhase, next_chunks
+from common.instance.request import LEAST_CHUNK_TOKENS, ChunkLimit, PromptProgress, Request, RequestPhase, next_chunks, token_work
 from common.instance.requests import LAST_S, MEMORY_S, RequestTable
 from common.instance.token_memory import emit_tokens
 from common.instance.waiting_line import Rank
 from common.messages import Drain, Ending, Finished, Probe, Probed, Repeat, Standing, Terms, TokenBatch, TokenDelta
 from common.step_cost import StepCost
-from tests.builders import engine, instance, key, limits
+from tests.builders import engine, instance, key, limits, sampling
 from tests.decode.rig import WRITERS_LIFE, reserve
 from tests.prefill.rig import generate
 from tests.schedulers import declined, deltas, failures
@@ -218,17 +218,31 @@ def test_terms_rank_by_priority_and_then_by_when_the_clients_request_arrived() -
     assert [request.key.request_id for request in made.waiting] == ["b", "c", "a"]
 
 
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), budget=st.integers(1, 50))
-def test_every_token_is_planned_once_in_order_within_the_budget(lengths: list[int], budget: int) -> None:
-    prompts = [PromptProgress(row, np.arange(length, dtype=np.int32)) for row, length in enumerate(lengths)]
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    budget=st.integers(1, 50),
+    works=st.lists(st.integers(1, 9), min_size=6, max_size=6),
+)
+def test_every_token_is_planned_once_in_order_within_the_budget(lengths: list[int], budget: int, works: list[int]) -> None:
+    """A token may count as several. One of them is planned, however many it counts as."""
+    prompts = [
+        PromptProgress(row, np.arange(length, dtype=np.int32), token_work=works[row]) for row, length in enumerate(lengths)
+    ]
     seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     while chunks := next_chunks(prompts, budget):
-        assert sum(len(chunk.token_ids) for chunk in chunks) <= budget
+        counts = [len(chunk.token_ids) * works[chunk.row] for chunk in chunks]
+        assert sum(counts[:-1]) <= budget and (sum(counts) <= budget or len(chunks[-1].token_ids) == 1)
         for chunk in chunks:
             assert chunk.start == len(seen[chunk.row])
             seen[chunk.row] += chunk.token_ids.tolist()
             assert chunk.last == (len(seen[chunk.row]) == lengths[chunk.row])
     assert all(seen[row] == list(range(length)) for row, length in enumerate(lengths))
+
+
+@pytest.mark.parametrize(("vocab_size", "work"), [(500, 1), (32_000, 1), (151_936, 5), (262_144, 9)])
+def test_a_position_whose_log_probabilities_are_told_counts_by_its_vocabulary(vocab_size: int, work: int) -> None:
+    assert token_work(sampling(prompt_logprobs=0), vocab_size) == work
+    assert token_work(sampling(), vocab_size) == 1
 
 
 def test_the_tokens_of_one_step_are_one_message_for_each_detokenizer() -> None:

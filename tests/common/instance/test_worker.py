@@ -18,7 +18,7 @@ from common.ids import DETOKENIZER, ROUTER, Incarnation, InstanceId, Ticket, pac
 from common.instance.cost_meter import FORMER_SHARE, HALF_LIFE_STEPS, LEAST_STEPS, CostMeter
 from common.instance.membership import ABANDON_AFTER_S
 from common.instance.ports import Prepare
-from common.instance.worker import ROUTE_MEMORY_S, run
+from common.instance.worker import ROUTE_MEMORY_S, SLACK, run
 from common.messages import Cancel, Drain, Failed, Generate, Goodbye, LinkInfo, LinkReport, LinkState, Peers, Reserve, TokenBatch
 from common.messages.transfers import Connect, LinkChanged, PushDone, Settled
 from common.sampling_params import Grammar
@@ -134,9 +134,10 @@ def test_a_heartbeat_carries_the_load_with_the_age_of_the_oldest_step_and_of_a_t
     load = rig.heartbeat(1.0).load
     assert (load.pages_free, load.oldest_step_s, load.oldest_transfer_s) == (5, 0.75, 0.25)
     rig.executor.finish_one()
+    rig.turn(1.25)
     rig.transfers.progress_s = 2.5
     load = rig.heartbeat(2.0).load
-    assert (load.oldest_step_s, load.oldest_transfer_s) == (1.5, 0.0), "of the step that is left; the other thread is ahead"
+    assert (load.oldest_step_s, load.oldest_transfer_s) == (0.75, 0.0), "of the step that is left; the other thread is ahead"
     rig.executor.finish_one()
     assert rig.heartbeat(3.0).load.oldest_step_s == 0.0
 
@@ -557,3 +558,22 @@ def test_what_is_no_failure_of_a_step_accuses_no_request(error: TandemError) -> 
     rig.worker.leave(error)
     goodbye = rig.mail.sent[-1][1]
     assert isinstance(goodbye, Goodbye) and goodbye.suspects == () and goodbye.reason == str(error)
+
+
+def test_a_step_is_stuck_when_it_has_not_moved_for_longer_than_its_like_take() -> None:
+    rig = Rig()
+    rig.turn(0.0, WELCOME, THERE)
+    rig.turn(0.1, Generate(key=key(), prompt=pack_ids(range(9)), sampling=sampling(), decodes=(D,)))
+
+    def oldest_s(now: float) -> float:
+        return rig.heartbeat(now, WELCOME).load.oldest_step_s
+
+    assert oldest_s(40.0) == pytest.approx(39.9)
+    rig.executor.steps[0][1].progress = 3
+    assert oldest_s(60.0) == 0.0 and oldest_s(70.0) == pytest.approx(10.0), "it computes, slowly"
+    rig.executor.finish_one()
+    rig.turn(80.0, WELCOME)
+    assert oldest_s(90.0) == pytest.approx(10.0), "the next one begins where that one ended"
+    rig.worker._cost.read = lambda: StepCost(step_s=2.0, chunk_token_s=1.0)  # type: ignore[method-assign]
+    plan = rig.executor.steps[0][0]
+    assert oldest_s(100.0) == pytest.approx(max(0.0, 20.0 - SLACK * (2.0 + plan.chunk_tokens)))

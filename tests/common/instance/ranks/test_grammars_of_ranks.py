@@ -27,7 +27,7 @@ class DoneStep:
     """A step that was complete when it was launched."""
 
     ends_s: float | None = None
-    layers_done = 0
+    layers_done = progress = 0
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
