@@ -8,7 +8,7 @@ STOOD_STILL_S = 1.0
 
 
 class Absence:
-    """Of one loop. Call `ends` after each turn, and `begins` before the next one judges anybody."""
+    """How long one loop stands still. Call `ends` after each turn, and `begins` before the next one judges anybody."""
 
     def __init__(self) -> None:
         self._stood_s = 0.0

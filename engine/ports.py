@@ -242,6 +242,10 @@ class RowSampling(NamedTuple):
         return RowSampling(*(each[which] for each in self))
 
 
+ROW_FAULTS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, OverflowError)
+"""What libraries raise at what one request has brought. It fails the row, with an error that says what raised it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledRows:
     """Some rows that sample, as the host and as the device name them. All [rows] int64, in the same order.

@@ -22,7 +22,7 @@ from common.errors import TandemError
 from common.executor import Logprobs, RowStart, StepPlan
 from common.ids import Int32Array, Int64Array
 from engine.logits_processors import row_parts
-from engine.ports import LogitsProcessor, RowSampling, SampledRows
+from engine.ports import ROW_FAULTS, LogitsProcessor, RowSampling, SampledRows
 from engine.rows import HostStep, Staging
 from engine.torch_kernels import Kernels
 
@@ -165,7 +165,7 @@ def _failing(processor: LogitsProcessor, rows: SampledRows) -> Iterator[None]:
     """What the processor raises fails the rows that it concerns, and no others: theirs are the only logits that it changes."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - a row's fault ends that row
+    except ROW_FAULTS as error:
         for row in rows.host.tolist():
             rows.failed.setdefault(row, _processor_failed(processor, error))
 
@@ -238,15 +238,13 @@ class Sampler:
         """One after the other if that fails, so that only the row fails that the processor cannot begin."""
         try:
             processor.start(starts)
-            return
-        except Exception:  # noqa: BLE001 - a row's fault ends that row
-            pass
-        for start in starts:
-            try:
-                processor.start([start])
-            except Exception as error:  # noqa: BLE001 - as above
-                processor.concerns[start.row] = False
-                self._broken[start.row] = _processor_failed(processor, error)
+        except ROW_FAULTS as error:
+            if len(starts) > 1:
+                for start in starts:
+                    self._start(processor, [start])
+                return
+            processor.concerns[starts[0].row] = False
+            self._broken[starts[0].row] = _processor_failed(processor, error)
 
     def prepare(self, plan: StepPlan, host: HostStep, behind_graph: bool) -> SpecialRows | None:
         """What is special about this step; None: nothing. behind_graph: a graph draws the tokens first."""

@@ -263,6 +263,12 @@ class Request:
         """Whether nobody behind it may be admitted before it."""
         return self.stays and now - self.waits_since_s >= PATIENCE_S
 
+    def begin_prompt(self, cached_tokens: int, vocab_size: int) -> PromptProgress:
+        """Its prompt is computed in its row, behind what is cached."""
+        work = token_work(self.asked.sampling, vocab_size)
+        self.progress = PromptProgress(self.row, self.prompt, cached_tokens, cached_tokens, self.owner, work)
+        return self.progress
+
     def row_start(self, length: int = 0, last_token: int | None = None) -> RowStart:
         """The request begins in its row, on its leased pages. length, last_token: see `RowStart`."""
         assert self.lease is not None and self.row is not None

@@ -44,7 +44,7 @@ from common.instance.ports import (
     WeightsReplaced,
 )
 from common.instance.prompt_cache import CacheReporter, PromptCache
-from common.instance.request import ChunkLimit, InstanceLimits, PromptProgress, Request, RequestPhase, next_chunks, token_work
+from common.instance.request import ChunkLimit, InstanceLimits, PromptProgress, Request, RequestPhase, next_chunks
 from common.instance.token_memory import Emitted, TokenMemory, emit_tokens
 from common.instance.waiting_line import Rank, Shares, WaitingLine, has_place
 from common.messages import (
@@ -437,8 +437,7 @@ class RequestTable(Generic[R]):
             self.counters.prompt_tokens_asked += len(request.prompt)
             self.counters.prompt_tokens_hit += begin
             request.phase = RequestPhase.COMPUTING
-            work = token_work(request.asked.sampling, self._engine.model.vocab_size)
-            request.progress = self.computing[row] = PromptProgress(row, request.prompt, begin, begin, request.owner, work)
+            self.computing[row] = request.begin_prompt(begin, self._engine.model.vocab_size)
             self.starts.append(request.row_start(length=begin))
 
     def plan(

@@ -6,7 +6,7 @@ of the step before, while the device computes the forward that this step has giv
 compiled.
 
 Where no mask can be made the row fails, and its request ends with an error: a stop token says that the answer matches. So it
-does when its matcher raises, whatever it raises: its neighbours go on. Grammars are tried before rows use them, but no trial
+does when its matcher raises: its neighbours go on. Grammars are tried before rows use them, but no trial
 meets every text. A row whose token takes too much work would stop all others. Work is counted, not timed: every rank, and an
 instance that carries the answer on, fails the row at the same token.
 
@@ -29,7 +29,7 @@ from common.errors import BadRequest, TandemError
 from common.executor import RowStart
 from common.ids import Int32Array
 from common.sampling_params import Grammar
-from engine.ports import SampledRows
+from engine.ports import ROW_FAULTS, SampledRows
 from engine.rows import Staging
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class _Row:
                     self.is_over = True
                 elif count_work(self.matcher) > MAX_WORK:
                     self.failed = self.too_slow()
-            except Exception as error:  # noqa: BLE001 - a row's fault ends that row
+            except ROW_FAULTS as error:
                 self.failed = _matcher_failed(self.kind, error)
             self.took(begun)
         self.last = self.unread[-1] if self.unread else self.last
@@ -156,7 +156,7 @@ class _Row:
         try:
             if self.matcher is not None:
                 self.matcher.fill_next_token_bitmask(masks, at)
-        except Exception as error:  # noqa: BLE001 - a row's fault ends that row
+        except ROW_FAULTS as error:
             self.failed = _matcher_failed(self.kind, error)
             masks[at] = 0
         self.took(begun)
@@ -280,7 +280,7 @@ class GrammarProcessor:
             matcher = GrammarMatcher(compiled, override_stop_tokens=stop_ids)
         except BadRequest as error:  # it was compiled before the row was planned
             return _Row(None, [], stop_ids, kind, needed, failed=error)
-        except Exception as error:  # noqa: BLE001 - a row's fault ends that row
+        except ROW_FAULTS as error:
             return _Row(None, [], stop_ids, kind, needed, failed=_matcher_failed(kind, error))
         self._utf8 = self._utf8 or Utf8(compiled.tokenizer_info.decoded_vocab, self._words)
         return _Row(matcher, answer, stop_ids, kind, needed)
@@ -326,7 +326,7 @@ class GrammarProcessor:
         matchers = [matcher for at in going if (matcher := rows[at].matcher) is not None]
         try:
             self._batch.batch_fill_next_token_bitmask(matchers, masks, going)
-        except Exception:  # noqa: BLE001 - as in `_Row.fill`
+        except ROW_FAULTS:
             masks[:] = 0
             return False
         self._one_by_one = time.monotonic() - begun > SLOW_S  # which row it was shows in the next step

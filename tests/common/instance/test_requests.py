@@ -241,7 +241,7 @@ def test_every_token_is_planned_once_in_order_within_the_budget(lengths: list[in
 
 @pytest.mark.parametrize(("vocab_size", "work"), [(500, 1), (32_000, 1), (151_936, 5), (262_144, 9)])
 def test_a_position_whose_log_probabilities_are_told_counts_by_its_vocabulary(vocab_size: int, work: int) -> None:
-    assert token_work(sampling(prompt_logprobs=0), vocab_size) == work
+    assert token_work(replace(sampling(), prompt_logprobs=0), vocab_size) == work
     assert token_work(sampling(), vocab_size) == 1
 
 
