@@ -265,6 +265,7 @@ class Request:
 
     def begin_prompt(self, cached_tokens: int, vocab_size: int) -> PromptProgress:
         """Its prompt is computed in its row, behind what is cached."""
+        assert self.row is not None
         work = token_work(self.asked.sampling, vocab_size)
         self.progress = PromptProgress(self.row, self.prompt, cached_tokens, cached_tokens, self.owner, work)
         return self.progress

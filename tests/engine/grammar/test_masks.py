@@ -344,6 +344,10 @@ class BrokenMatcher:
     def __init__(self, at: str) -> None:
         self._at = at
 
+    @property
+    def _handle(self) -> object:
+        raise RuntimeError("the matcher is lost")  # in a batch
+
     def accept_token(self, token: int) -> bool:
         if self._at == "accept":
             raise RuntimeError("the matcher is lost")
