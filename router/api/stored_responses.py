@@ -25,9 +25,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Send
 
-from common.errors import BadRequest, Conflict, DeadlinePassed, NotFound, TandemError
+from common.errors import BadRequest, Conflict, DeadlinePassed, NotFound, TandemError, Unavailable
 from router.api.admission import Visit, visit_of
-from router.api.answers import BEGIN, END, KEEP_ALIVE
+from router.api.answers import BEGIN, END, KEEP_ALIVE, named_event
 from router.api.description import Described
 from router.api.errors import ErrorDetail, error_json, require_one_of, shown
 from router.api.files import USUALLY_LISTED, DeletedBody, ListBody, StoreApi, is_ascending, list_body, number_in
@@ -44,6 +44,7 @@ MOST_EVENTS = 1_000
 """Read from the store at once."""
 ELSEWHERE_S = 0.5
 """How often the store is asked about a response that another router computes."""
+STOPPED = "the router stopped while it computed this response: send it again"
 CANCEL_S = 30.0
 """How long a response that was cancelled may take to end."""
 _ID_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
@@ -76,6 +77,13 @@ def with_status(body: bytes, status: Literal["cancelled", "failed"], message: st
     """The body of a response that ended otherwise. message: why it failed."""
     error = {"error": {"code": "server_error", "message": message}} if message else {}
     return _encode(_decode(body) | {"status": status} | error)
+
+
+def failed_response(stored: StoredObject, message: str, number: int) -> tuple[bytes, bytes]:
+    """The body of a response that nobody computes any more, and the event of this number that says so."""
+    body = with_status(stored.body, "failed", message)
+    event = named_event("response.failed", {"sequence_number": number, "response": msgspec.Raw(body)})
+    return body, event
 
 
 class BackgroundResponse:
@@ -131,6 +139,8 @@ class StoredResponses(StoreApi):
         self._keep_alive_s = keep_alive_s
         self._runs: dict[tuple[str, str], BackgroundResponse] = {}
         """By owner and id."""
+        self._unstored: dict[int, str] = {}
+        """By number, why the work on a response has ended, until the store takes it."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def continued(self, asked: ResponseRequest, visit: Visit) -> ResponseRequest:
@@ -235,6 +245,7 @@ class StoredResponses(StoreApi):
             await run.run(visit, stored)
         except TandemError as error:
             _log.error("the answer of %s could not be stored: %s", stored.id, error)
+            self._unstored[stored.number] = str(error)
         finally:
             del self._runs[stored.owner, stored.id]
             run.news.set()
@@ -244,10 +255,20 @@ class StoredResponses(StoreApi):
         for stored in await self.store.do(partial(self.store.work, RESPONSE)):
             run = self._runs.get((stored.owner, stored.id))
             if run is None:
-                body = with_status(stored.body, "failed", "the router stopped while it computed this response: send it again")
-                await self.store.do(partial(self.store.change, stored, body, ""))
+                await self.store.do(partial(self._fail, stored, self._unstored.get(stored.number, STOPPED)))
+                self._unstored.pop(stored.number, None)
             elif stored.is_cancelled:
                 self._gateway.abort(stored.owner, stored.id)
+
+    def _fail(self, stored: StoredObject, message: str) -> None:
+        """Nobody computes it any more. Runs within the store."""
+        if self.store.now(stored.number).holder != stored.holder:
+            return  # another router was faster
+        last = max(self.store.part_numbers(stored.number))
+        body, event = failed_response(stored, message, last + 1)
+        if last > ITEMS_PART:
+            self.store.append(stored.number, [(last + 1, event)], may_exceed=True)
+        self.store.change(stored, body, "")
 
     async def close(self, within_s: float) -> None:
         """Wait for the ends of what has been told to end."""
@@ -264,6 +285,7 @@ class StoredResponses(StoreApi):
         told_s = time.monotonic()
         while True:
             news = self._news(stored)
+            is_here = (stored.owner, stored.id) in self._runs
             try:
                 parts, is_open = await self.store.do(partial(self._since, stored.number, after))
             except TandemError as error:  # it was deleted as soon as it had ended, or the store cannot be used
@@ -274,6 +296,12 @@ class StoredResponses(StoreApi):
                 yield b"".join(event for _, event in parts)
                 told_s = time.monotonic()
             elif not is_open:
+                return
+            elif stored.number in self._unstored:
+                yield failed_response(stored, self._unstored[stored.number], after + 1)[1]
+                return
+            elif self._gateway.core.requests.is_draining and not is_here:
+                yield _failed(Unavailable(f"the router stops: read on with starting_after={after} at another one"))
                 return
             else:
                 await _heard(news)
@@ -314,7 +342,10 @@ class StoredResponses(StoreApi):
         after = number_in(starting_after, "starting_after", ITEMS_PART, 0, 2**30)
         stored = await self.find(request, RESPONSE, id)
         if stream != "true":
-            return Response(stored.body, media_type="application/json")
+            body = stored.body
+            if stored.number in self._unstored:
+                body, _ = failed_response(stored, self._unstored[stored.number], 0)
+            return Response(body, media_type="application/json")
         if not await self.call(request, partial(self.store.parts, stored.number, ITEMS_PART, 1)):
             raise BadRequest(f"{shown(id)} has no events: it was not made with background and stream", field="stream")
         visit_of(request).take_place()

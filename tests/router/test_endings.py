@@ -271,3 +271,45 @@ async def test_a_client_may_leave_at_any_moment_of_its_request(tmp_path: Path, c
             leaves_after += 1 + leaves_after // 4
         others.cancel()
         assert sent[0]["status"] == 200, sent
+
+
+_CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+STREAMS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "chat": ("/v1/chat/completions", _CHAT, "data: [DONE]", 'data: {"error":'),
+    "completion": ("/v1/completions", {"prompt": "hello", "max_tokens": 5}, "data: [DONE]", 'data: {"error":'),
+    "message": ("/v1/messages", _CHAT, "event: message_stop", "event: error"),
+    "response": ("/v1/responses", {**STREAMED, "store": False}, "event: response.incomplete", 'data: {"error":'),
+    "stored response": ("/v1/responses", STREAMED, "event: response.incomplete", 'data: {"error":'),
+    "background response": (
+        "/v1/responses",
+        {**STREAMED, "background": True},
+        "event: response.incomplete",
+        "event: response.failed",
+    ),
+    "generate": (
+        "/generate",
+        {"text": "hello", "sampling_params": {"max_new_tokens": 5}},
+        "data: [DONE]",
+        'data: {"error":',
+    ),
+}
+"""The streams of each API: the path, a body, and how the last event begins, with and without an answer."""
+
+
+@pytest.mark.parametrize("end", ["well", "with a failure", "with the router"])
+@pytest.mark.parametrize("stream", STREAMS)
+async def test_every_stream_ends_with_the_last_event_of_its_api(tmp_path: Path, stream: str, end: str) -> None:
+    path, body, if_well, if_not = STREAMS[stream]
+    fleet = {"well": EchoFleet(), "with a failure": EchoFleet(fail_at=1), "with the router": EchoFleet(stall_at=1)}[end]
+    async with Site(fleet, RouterConfig(store=str(tmp_path / "store"), dead_after_s=60.0)) as site, site.client() as client:
+        named = {} if path == "/generate" else {"model": MODEL}
+        reading = asyncio.create_task(client.post(path, json={**named, **body, "stream": True}))
+        if end == "with the router":
+            await until(lambda: any(record.token_ids for record in site.core.requests.records()))
+            told = asyncio.Event()
+            told.set()
+            await site.gateway.drain(600.0, told, told)
+        response = await asyncio.wait_for(reading, 20)
+        assert response.status_code == 200
+        last = response.text.strip().split("\n\n")[-1]
+        assert last.startswith(if_well if end == "well" else if_not)

@@ -21,7 +21,7 @@ from common.access import OPEN, Access
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.ids import InstanceId
-from common.messages import Cancel
+from common.messages import Cancel, Finished, TextBatch, TextDelta
 from router.api.store import KEY_SHARE, WAITING, Store, StoreFailed
 from router.requests import Places
 from tests.router.calls import ALICE, BOB, keyed, openai_to, sent_to_fleet, until
@@ -202,6 +202,60 @@ async def test_what_was_computed_when_the_router_died_has_failed_when_another_li
     async with storing(tmp_path, life="router-b") as (_, client_of):
         found = await ended(client_of(), made.id)
         assert found.status == "failed" and "stopped" in found.error.message
+
+
+async def test_events_that_a_dead_router_has_left_end_with_its_failure_wherever_they_are_read(tmp_path: Path) -> None:
+    async with storing(tmp_path, life="router-b") as (_, other):
+        async with storing(tmp_path, EchoFleet(stall_at=3)) as (site, client_of):
+            stream = await client_of().responses.create(input="hello", background=True, stream=True, **ASK)
+            begun = await anext(stream)
+            await until(lambda: any(len(record.token_ids) == 3 for record in site.core.requests.records()))
+            waiting = asyncio.create_task(_all_events(other(), begun.response.id))
+        waited = await waiting
+        read = await _all_events(other(), begun.response.id)
+        assert [event.sequence_number for event in read] == list(range(len(read)))
+        assert read[-1].type == "response.failed" and "stopped" in read[-1].response.error.message
+        assert read[-1].response == await other().responses.retrieve(begun.response.id)
+        assert waited == read
+
+
+async def test_events_end_at_once_with_the_failure_where_the_disk_is_full(tmp_path: Path) -> None:
+    async with storing(tmp_path, EchoFleet(stall_at=3)) as (site, client_of):
+        client, store = client_of(), site.api.stored_responses.store
+        stream = await client.responses.create(input="hello", background=True, stream=True, **ASK)
+        begun = await anext(stream)
+        await until(lambda: any(len(record.token_ids) == 3 for record in site.core.requests.records()))
+        (most_pages,) = await store.do(lambda: store._db.execute("PRAGMA max_page_count").fetchone())
+        await store.do(lambda: store._db.execute("PRAGMA max_page_count = 1"))
+        (record,) = site.core.requests.records()
+        assert record.attempt is not None
+        text = "lo" * 5_000  # more than is left of the last page
+        ids = tuple(map(ord, text))
+        site.fleet.say(TextBatch(deltas=(TextDelta(record.attempt.key, 3, ids, text, Finished(reason="length")),)))
+        last = [event async for event in stream][-1]
+        assert last.type == "response.failed" and "disk is full" in last.response.error.message
+        told = await client.responses.retrieve(begun.response.id)
+        assert told.status == "failed" and told.error == last.response.error
+        await store.do(lambda: store._db.execute(f"PRAGMA max_page_count = {most_pages}"))
+        await until(lambda: not site.api.stored_responses._unstored)
+        assert (await client.responses.retrieve(begun.response.id)).model_dump() == told.model_dump()
+        assert (await _all_events(client, begun.response.id))[-1] == last
+
+
+async def _all_events(client: openai.AsyncOpenAI, name: str) -> list[Any]:
+    return [event async for event in await client.responses.retrieve(name, stream=True)]
+
+
+async def test_a_draining_router_tells_readers_of_what_another_one_computes_to_read_on_there(tmp_path: Path) -> None:
+    async with storing(tmp_path, EchoFleet(stall_at=3)) as (_, client_of):
+        stream = await client_of().responses.create(input="hello", background=True, stream=True, **ASK)
+        begun = await anext(stream)
+        async with storing(tmp_path, life="router-b") as (site, other):
+            reading = await other().responses.retrieve(begun.response.id, stream=True)
+            await anext(reading)
+            site.core.requests.is_draining = True
+            with pytest.raises(openai.APIError, match="read on with starting_after"):
+                [event async for event in reading]
 
 
 async def test_a_client_that_leaves_ends_its_answer_but_not_one_in_the_background(tmp_path: Path) -> None:
