@@ -133,8 +133,8 @@ def test_a_prompt_may_fill_the_context_where_its_one_token_ends_the_answer() -> 
     made.receive(ROUTER, generate("a", context, max_new_tokens=1), 0.0)
     (delta,) = deltas(made.step_done(result(planned(made.decide(0.0)), [50]), 0.1))
     assert delta == TokenDelta(key("a"), 0, (50,), Finished("length")) and is_home(made)
-    (refused,) = failures(made.receive(ROUTER, generate("b", context, max_new_tokens=2), 0.2))
-    assert "too long" in refused
+    refused = failures(made.receive(ROUTER, generate("b", context, max_new_tokens=2), 0.2))["b"]
+    assert "too long" in refused.message
 
 
 def test_a_row_that_another_request_has_got_has_no_drafts_of_the_former_one() -> None:

@@ -104,10 +104,10 @@ def test_tools_and_calls_are_read_as_chat_templates_want_them() -> None:
             add_generation_prompt=True,
         )
     )
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}
     assert request.messages[1:] == (
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
-        {"role": "assistant", "content": "", "tool_calls": [call | {"function": {"name": "f", "arguments": {}}}]},
+        {"role": "assistant", "content": "", "tool_calls": [call | {"function": {"name": "f", "arguments": "{}"}}]},
         {"role": "tool", "content": "rain", "tool_call_id": "c1"},
     )
     f, g = function("f", parameters=schema), function("g", description="does it")
