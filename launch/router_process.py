@@ -273,8 +273,11 @@ def serve_detokenizer(
     the router does: instances on other hosts send here."""
     from common.ids import InstanceId
     from common.text.detokenizer_manager import DetokenizerManager
+    from router.api.parsing.formats import new_reader_for
 
-    manager = DetokenizerManager(f"tcp://{bind_address(config.host, '--host')}:0", model.model, InstanceId(router), shard, trust)
+    bind = f"tcp://{bind_address(config.host, '--host')}:0"
+    readers = partial(new_reader_for, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser)
+    manager = DetokenizerManager(bind, model.model, InstanceId(router), shard, trust, config.chat_template, readers)
 
     def obey(order: LaunchOrder) -> None:
         if isinstance(order, MeetRouter):

@@ -518,7 +518,7 @@ def _news(record: Record, delta: TextDelta, ending: Ending | None) -> ChoiceDelt
     if delta.drafts[0]:
         drafted, accepted = record.times.drafts
         record.times.drafts = drafted + delta.drafts[0], accepted + delta.drafts[1]
-    of_tokens = delta.logprobs, delta.prompt_logprobs, delta.cached_tokens, versions, delta.drafts
+    of_tokens = delta.logprobs, delta.prompt_logprobs, delta.cached_tokens, versions, delta.drafts, delta.thought_tokens
     return ChoiceDelta(record.spec.index, delta.text, delta.token_ids, ending, *of_tokens)
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from common.errors import Overloaded
 from common.ids import ID_BYTES, RequestId
 from common.instance.waiting_line import has_place
-from common.messages import Ending, Failed, Finished, TokenLogprobs
+from common.messages import AnswerParts, Ending, Failed, Finished, TokenLogprobs
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import SamplingParams
 from router.timelines import RequestTimes
@@ -98,6 +98,9 @@ class RequestSpec:
     owner: str = ""
     """Name of the client's API key; "": it has none."""
     shown: tuple[int, ...] = ()
+    parts: AnswerParts | None = None
+    """See `ExpectAnswer`, also for `stop_token_ids`."""
+    stop_token_ids: tuple[int, ...] = ()
     salt: str = ""
     """See `Generate`."""
     session: str = ""
@@ -156,7 +159,7 @@ class Asked:
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
     """News of one choice: text (maybe empty), the tokens behind it, and the ending if this is the last. logprobs,
-    prompt_logprobs, cached_tokens, drafts: see `TextDelta`."""
+    prompt_logprobs, cached_tokens, drafts, thought_tokens: see `TextDelta`."""
 
     index: int
     text: str
@@ -168,6 +171,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
     versions: tuple[tuple[int, str], ...] = ()
     """The numbers of tokens of the answer from which on other weights computed, with what people call these."""
     drafts: tuple[int, int] = (0, 0)
+    thought_tokens: int = 0
 
 
 def nobody_reads() -> None:
@@ -274,6 +278,7 @@ def joined(deltas: Sequence[ChoiceDelta]) -> list[ChoiceDelta]:
             sum(piece.cached_tokens for piece in of),
             tuple(chain.from_iterable(piece.versions for piece in of)),
             (sum(piece.drafts[0] for piece in of), sum(piece.drafts[1] for piece in of)),
+            max(piece.thought_tokens for piece in of),
         )
         for index, of in pieces.items()
     ]

@@ -74,6 +74,8 @@ class Retelling:
             text="".join(record.texts),
             skip_special_tokens=spec.skip_special_tokens,
             shown=spec.shown,
+            parts=spec.parts,
+            stop_token_ids=spec.stop_token_ids,
             include_stop=spec.include_stop,
             min_tokens=spec.sampling.min_tokens,
             logprobs=spec.sampling.logprobs is not None,

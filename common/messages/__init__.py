@@ -95,6 +95,7 @@ from common.messages.requests import (
     Terms,
 )
 from common.messages.text import (
+    AnswerParts,
     DetokenizerHeartbeat,
     ExpectAnswer,
     ForgetAnswer,
@@ -158,11 +159,12 @@ VERSIONS = {
     15: WireVersion(
         "An instance that leaves says whether its transfers are proven to have ended, may serve in another role, measures what "
         "the KV adds to a step that its rows hold, and tells log probabilities of chosen tokens and the chunks of a prompt.",
-        types=("TakeRole", "RoleKept"),
+        types=("TakeRole", "RoleKept", "AnswerParts"),
         fields=(
             *("Goodbye.is_quiet", "Goodbye.suspects", "Heartbeat.serves_whole", "Generate.incarnation"),
             *("Load.held_token_s", "SamplingParams.logprob_ids", "Counters.tokens_drafted", "Counters.tokens_accepted"),
-            *("Times.chunks", "TokenDelta.drafts", "TextDelta.drafts"),
+            *("Times.chunks", "TokenDelta.drafts", "TextDelta.drafts", "TextDelta.thought_tokens"),
+            *("ExpectAnswer.parts", "ExpectAnswer.stop_token_ids"),
         ),
     ),
 }

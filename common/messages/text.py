@@ -75,6 +75,17 @@ class TokenBatch(Message, frozen=True):
     """Those of one request are in order."""
 
 
+class AnswerParts(msgspec.Struct, frozen=True, kw_only=True):
+    """Which parts of an answer are told apart, in the format of the router's model."""
+
+    thoughts: bool
+    """Whether thoughts are."""
+    opened: bool = False
+    """Whether the answer begins within thoughts."""
+    functions: tuple[str, ...] = ()
+    """The names of the functions that it may call; calls are told apart if there are any."""
+
+
 class ExpectAnswer(Message, frozen=True, tag="Open"):
     """router → detokenizer: tokens of this request will come; turn them into text."""
 
@@ -101,6 +112,10 @@ class ExpectAnswer(Message, frozen=True, tag="Open"):
     """The answer was opened before, or may have been: the text from here on was lost, or may have been. Its tokens come again."""
     life_s: Seconds = 3600.0
     """The detokenizer forgets the answer after this time, whatever was lost on the way."""
+    parts: AnswerParts | None = None
+    """What is told apart from the answer, so that stops do not act on it; None: all text is the answer."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    """Tokens that end the answer where they do not stand in other parts: instances know only tokens."""
 
     def __post_init__(self) -> None:
         check_ids(self.context)
@@ -132,6 +147,8 @@ class TextDelta(msgspec.Struct, frozen=True, array_like=True):
     """As in TokenDelta."""
     drafts: tuple[Count, Count] = (0, 0)
     """As in TokenDelta."""
+    thought_tokens: Count = 0
+    """How many tokens of the answer up to here were thoughts, with the marks around them, where those are told apart."""
 
 
 class TextBatch(Message, frozen=True):

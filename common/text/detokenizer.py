@@ -38,6 +38,7 @@ from common.errors import DeadlinePassed, InstanceFailed, Overloaded, TandemErro
 from common.ids import AttemptId, unpack_ids
 from common.messages import (
     AnswerMessage,
+    AnswerParts,
     Ending,
     ExpectAnswer,
     Failed,
@@ -53,6 +54,7 @@ from common.messages import (
     pack_logprobs,
     unpack_logprobs,
 )
+from common.text.stops import AnswerReader, NewReader, PartStops, StopStrings
 from common.text.token_text import IncrementalDecoder, Vocabulary
 
 
@@ -158,58 +160,6 @@ class TokenOrder:
         return len(dropped[0])
 
 
-class StopStrings:
-    """The search in one answer's text, which arrives in pieces. Owns the text that is held back because it may be the beginning
-    of a stop string. Does not know tokens.
-
-    stops: none of them empty (ValueError). included: the stop string stays in the text, so nothing is held back.
-    """
-
-    def __init__(self, stops: Sequence[str], included: bool = False) -> None:
-        if "" in stops:
-            raise ValueError("an empty stop string would end every answer before it begins")
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
-        self._included = included
-        self._tail = ""
-        """The end of the text so far that may begin a stop string. It is held back, unless stop strings are included."""
-        self.matched: str | None = None
-        """The stop string that ended the text. Push nothing after it."""
-
-    def push(self, text: str, ends: bool = True) -> str:
-        """Take the next piece. Returns the text that is certain to stay. ends: whether a stop string that is complete with this
-        piece ends the text; one that only begins in it always can."""
-        assert self.matched is None, "the text has ended"
-        if not self._stops:
-            return text
-        before = len(self._tail)
-        text = self._tail + text
-        shown = before if self._included else 0
-        # Only what ends in the new piece: the tail holds no whole stop string, except one that was to end nothing.
-        places = ((text.find(stop, max(0, before + 1 - len(stop))), stop) for stop in self._stops) if ends else ()
-        found = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
-        if found:
-            end, start, self.matched = min(found)
-            self._tail = ""
-            return text[shown : end if self._included else start]
-        held = self._possible_beginning(text)
-        self._tail = text[len(text) - held :]
-        return text[shown : len(text) if self._included else len(text) - held]
-
-    def flush(self) -> str:
-        """End the text. Returns what was held back."""
-        text, self._tail = self._tail, ""
-        return "" if self._included else text
-
-    def _possible_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
-
-
 BATCH_BYTES = 4 * 2**20
 """No batch is larger, so none comes near the limit of a frame; only a single delta may be."""
 BATCH_DELTAS = 512
@@ -252,14 +202,15 @@ class DetokenizerLimits:
 class _OpenText:
     """One open answer. Raises ValueError when the ExpectAnswer contradicts itself."""
 
-    def __init__(self, vocabulary: Vocabulary, opened: ExpectAnswer, dies_s: float) -> None:
+    def __init__(self, vocabulary: Vocabulary, new_reader: NewReader, opened: ExpectAnswer, dies_s: float) -> None:
         context = [int(id) for id in unpack_ids(opened.context)]
         if not 0 <= opened.first <= len(context):
             raise ValueError(f"the context holds {len(context)} tokens, fewer than the {opened.first} of the answer so far")
         begin = len(context) - opened.first
         self.order = TokenOrder(opened.first, opened.logprobs)
         self._decoder = IncrementalDecoder(vocabulary, context[:begin], opened.skip_special_tokens, opened.shown)
-        self._stops = StopStrings(opened.stop, opened.include_stop)
+        self._parts = None if opened.parts is None else PartStops(opened, new_reader(opened.parts), vocabulary.text)
+        self._stops = self._parts or StopStrings(opened.stop, opened.include_stop)
         self._include_stop = opened.include_stop
         self._min_tokens = opened.min_tokens
         _, text = self._render(0, context[begin:])
@@ -294,13 +245,15 @@ class _OpenText:
         is_last_word = ending is not None and not (isinstance(ending, Failed) and ending.retryable)
         if self._stops.matched is None and is_last_word:
             text += self._stops.push(self._decoder.flush(), order.next > self._min_tokens)
+            if self._stops.matched is None:
+                text += self._stops.flush()
         if self._stops.matched is not None:
             token_ids = token_ids[:used]
             ending = Finished("stop", self._stops.matched)
-        elif is_last_word:
-            text += self._stops.flush()
         text, self._ahead = self._ahead + text, ""
-        delta = TextDelta(key, first, tuple(token_ids), text, ending, tuple(logprobs[: len(token_ids)]), drafts=order.drafts)
+        told = tuple(logprobs[: len(token_ids)])
+        thoughts = 0 if self._parts is None else self._parts.thought_tokens
+        delta = TextDelta(key, first, tuple(token_ids), text, ending, told, drafts=order.drafts, thought_tokens=thoughts)
         order.drafts = 0, 0
         if first or not token_ids:
             return delta
@@ -310,20 +263,28 @@ class _OpenText:
     def _render(self, first: int, token_ids: list[int]) -> tuple[int, str]:
         """Returns how many tokens were used, up to the one that completes a stop string, and their text. first: the number of the
         first of them."""
-        text, stops, step = "", self._stops, self._decoder.step
+        text, stops, parts, step = "", self._stops, self._parts, self._decoder.step
         ignored = self._min_tokens - first
         for used, token_id in enumerate(token_ids):
             if stops.matched is not None:
                 return used, text
-            text += stops.push(step(token_id), used >= ignored)
+            if parts is not None and used >= ignored and parts.ends_at(token_id):
+                text += parts.push(self._decoder.flush(), ends=False)
+                text += parts.cut(token_id, step(token_id) + self._decoder.flush())
+            else:
+                text += stops.push(step(token_id), used >= ignored)
         return len(token_ids), text
 
 
 class Detokenizer:
-    """The open answers of one detokenizer. `dropped` counts, by reason, what was of no use."""
+    """The open answers of one detokenizer. `dropped` counts, by reason, what was of no use. new_reader: makes readers of answers
+    whose parts are told apart; None: there are no such answers."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: DetokenizerLimits | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: DetokenizerLimits | None = None, new_reader: NewReader | None = None
+    ) -> None:
         self._vocabulary = Vocabulary(tokenizer)
+        self._new_reader = new_reader or _no_reader
         self._limits = limits or DetokenizerLimits()
         self._open: dict[AttemptId, _OpenText] = {}
         self._early: dict[AttemptId, list[TokenDelta]] = {}
@@ -424,7 +385,7 @@ class Detokenizer:
         if known is None and len(self._open) >= self._limits.open_answers:
             return self._refuse(opened, Overloaded("the detokenizer has as many open answers as it may have"))
         try:
-            answer = _OpenText(self._vocabulary, opened, now + opened.life_s)
+            answer = _OpenText(self._vocabulary, self._new_reader, opened, now + opened.life_s)
         except ValueError as error:
             return self._refuse(opened, TandemError(f"the answer cannot be opened: {error}"))
         if known is not None:
@@ -477,6 +438,10 @@ class Detokenizer:
         self._over[key] = is_wanted
         if len(self._over) > self._limits.remembered:
             del self._over[next(iter(self._over))]
+
+
+def _no_reader(parts: AnswerParts) -> AnswerReader:
+    raise ValueError("this detokenizer does not know how the model writes its answers")
 
 
 def _missing(answer: _OpenText) -> InstanceFailed:

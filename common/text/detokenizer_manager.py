@@ -16,6 +16,7 @@ from common.ids import ROUTER, InstanceId, text_name
 from common.mail import Mailbox
 from common.messages import AnyMessage, DetokenizerHeartbeat, DetokenizerInbox, TextDelta, Trace
 from common.text.detokenizer import Detokenizer, cut
+from common.text.stops import NewReader
 from common.text.tokenizer_manager import TokenizerManager
 from common.tracing import Tracer
 
@@ -89,14 +90,25 @@ class DetokenizerLoop:
 
 class DetokenizerManager:
     """Made and run by one thread. bind: tcp://host:port of its inbox. router: whose it is. shard: which of that router's
-    detokenizers. Raises ConfigError when the model has no tokenizer or the address cannot be bound.
+    detokenizers. readers: makes what makes readers of answers, from the chat template. Raises
+    ConfigError when the model has no tokenizer or the address cannot be bound.
 
     `meet_router` may be called at any time, also while it runs, so the detokenizer can start before the router. Until then no
     mail is read: the text that it brings could not be sent, and instances that find a new detokenizer tell it tokens at once.
     """
 
-    def __init__(self, bind: str, model: str, router: InstanceId = ROUTER, shard: int = 0, trust: Trust = LOOPBACK_ONLY) -> None:
-        core = Detokenizer(TokenizerManager(model).backend)
+    def __init__(
+        self,
+        bind: str,
+        model: str,
+        router: InstanceId = ROUTER,
+        shard: int = 0,
+        trust: Trust = LOOPBACK_ONLY,
+        chat_template: str = "",
+        readers: Callable[[str], NewReader] | None = None,
+    ) -> None:
+        tokenizer = TokenizerManager(model, chat_template)
+        core = Detokenizer(tokenizer.backend, new_reader=None if readers is None else readers(tokenizer.chat_template))
         self._router = router
         self._mailbox: Mailbox[DetokenizerInbox] = Mailbox(text_name(router, shard), DetokenizerInbox, bind, trust=trust)
         self._loop = DetokenizerLoop(core, self._mailbox, router, shard, unix_s=time.time() - time.monotonic())

@@ -42,6 +42,11 @@ class Vocabulary:
         self.known = frozenset(id for id in range(largest + 1) if tokenizer.id_to_token(id) is not None)
         """The ids of all tokens. A model may have more, as padding of its embedding."""
 
+    def text(self, token_id: int) -> str:
+        """What the token stands for by itself."""
+        text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
 
 class IncrementalDecoder:
     """One answer's text. context: ids before the first token, which decide how it is decoded; their own text is not returned.

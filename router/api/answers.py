@@ -11,12 +11,13 @@ Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.ht
 
 import secrets
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from common.messages import Ending, Failed, Finished
 from common.messages.variants import FIRST_VERSION
@@ -82,12 +83,14 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionDetails(msgspec.Struct, frozen=True):
-    """What came of tokens that instances proposed (speculative decoding)."""
+    """What the answer's tokens were."""
 
-    accepted_prediction_tokens: int
-    """Tokens of the answer that had been proposed."""
-    rejected_prediction_tokens: int
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Tokens of the answer that had been proposed (speculative decoding)."""
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
     """Proposed tokens that were wrong, or behind the end. They are not part of completion_tokens."""
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Tokens of thoughts and of the marks around them, where thoughts are told apart."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -130,7 +133,7 @@ class Usage(msgspec.Struct, frozen=True):
     weight_versions: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
     """Which tokens came from which weights, in a fleet whose weights have been given a name."""
     completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
-    """Left out where nothing was proposed."""
+    """Left out where nothing was proposed and no thoughts are told apart."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -156,6 +159,8 @@ class AnswerShape(ABC, Generic[R]):
     """Tokens that were proposed for the choices so far."""
     accepted_tokens: int = field(default=0, init=False)
     """Those of them that are in an answer."""
+    thought_tokens: Counter[int] = field(default_factory=Counter, init=False)
+    """How many tokens of each choice were thoughts so far."""
     versions: defaultdict[int, VersionSpans] = field(default_factory=lambda: defaultdict(VersionSpans), init=False)
     """Which weights the tokens of each choice came from."""
 
@@ -192,9 +197,15 @@ class AnswerShape(ABC, Generic[R]):
         spans = [span for index, versions in sorted(self.versions.items()) for span in versions.spans(index)]
         named = spans if any(span.version != FIRST_VERSION for span in spans) else msgspec.UNSET
         total = prompt_tokens + self.tokens
-        accepted, drafted = self.accepted_tokens, self.drafted_tokens
-        proposed = CompletionDetails(accepted, drafted - accepted) if drafted else msgspec.UNSET
-        return Usage(prompt_tokens, self.tokens, total, PromptDetails(self.cached_tokens), named, proposed)
+        return Usage(prompt_tokens, self.tokens, total, PromptDetails(self.cached_tokens), named, self._completion_details())
+
+    def _completion_details(self) -> CompletionDetails | msgspec.UnsetType:
+        details, accepted, drafted = CompletionDetails(), self.accepted_tokens, self.drafted_tokens
+        if drafted:
+            details = replace(details, accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted)
+        if any(spec.parts is not None and spec.parts.thoughts for spec in self.accepted.specs):
+            details = replace(details, reasoning_tokens=self.thought_tokens.total())
+        return msgspec.UNSET if details == CompletionDetails() else details
 
     def count(self, index: int, news: ChoiceDelta) -> None:
         """Take the tokens of this news of a choice into the usage."""
@@ -202,6 +213,7 @@ class AnswerShape(ABC, Generic[R]):
         self.versions[index].add(news)
         self.drafted_tokens += news.drafts[0]
         self.accepted_tokens += news.drafts[1]
+        self.thought_tokens[index] = max(self.thought_tokens[index], news.thought_tokens)
         if index % self.request.fields.n == 0:
             self.cached_tokens += news.cached_tokens
 

@@ -86,9 +86,9 @@ class Sampling(TokenChoice, frozen=True, kw_only=True):
     min_tokens: MinTokensField = 0
     """Shortest answer, in tokens: no end-of-text token, stop token or stop string ends it sooner."""
     stop: StopString | StopField = []
-    """Strings before which the answer ends."""
+    """Strings before which the answer ends. They do not act on thoughts and arguments of calls that are told apart."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] = []
-    """Token ids that end the answer. They have no text."""
+    """Token ids that end the answer, where `stop` would. They have no text."""
     include_stop_str_in_output: bool = False
     """Leave the stop string that ends the answer in its text, and the text of a stop token."""
     skip_special_tokens: bool = True

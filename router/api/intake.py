@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from common.config import RouterConfig
 from common.errors import BadRequest, NotFound
 from common.ids import ID_BYTES, Digest, Variant, pack_ids, unpack_ids
+from common.messages import AnswerParts
 from common.pages.radix_cache import BlockNames
 from common.sampling_params import MAX_BAD_WORDS, SamplingParams
 from common.text.embedding import EmbeddingMode
@@ -115,6 +116,8 @@ class ChatPlanner:
         if request.text_alone_field:
             problem = "is for answers of text alone: leave it out, or use POST /v1/chat/completions"
             raise BadRequest(f"{request.text_alone_field} {problem}", field=request.text_alone_field)
+        thinks, names = separates and self._format.thoughts is not None, tuple(one.name for one in request.tools.callable)
+        specs = tuple(_told_apart(spec, AnswerParts(thoughts=thinks, opened=opened, functions=names)) for spec in specs)
         reading = AnswerReading(new_parser)
         if tools is not None:
             earlier = sum(len(message.get("tool_calls", ())) for message in request.messages)
@@ -131,6 +134,21 @@ class ChatPlanner:
             return text.rfind(thoughts.begin) > text.rfind(thoughts.end)
         tail = self._tokenizer.decode(unpack_ids(prompt[-TAIL_TOKENS * ID_BYTES :]).tolist(), skip_special_tokens=False)
         return tail.rstrip().endswith(thoughts.begin)
+
+
+def _told_apart(spec: RequestSpec, parts: AnswerParts) -> RequestSpec:
+    """The choice with the parts of its answer, where the detokenizer needs to know them. It looks for
+    stop tokens, too, because instances do not know what is the answer. Under a grammar instances do:
+    stop tokens come only where the answer may end."""
+    sampling = spec.sampling
+    if not (parts.thoughts or spec.stop or sampling.stop_token_ids):
+        return spec
+    spec = dataclasses.replace(spec, parts=parts)
+    if sampling.grammar is not None or not sampling.stop_token_ids:
+        return spec
+    return dataclasses.replace(
+        spec, sampling=structs.replace(sampling, stop_token_ids=()), stop_token_ids=sampling.stop_token_ids
+    )
 
 
 SEED_BITS = 63

@@ -293,9 +293,8 @@ class ResponseError(msgspec.Struct, frozen=True):
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
-    """Thoughts are not counted apart."""
-
     reasoning_tokens: int = 0
+    """Tokens of thoughts and of the marks around them."""
 
 
 class ResponseUsage(msgspec.Struct, frozen=True):
@@ -468,6 +467,7 @@ class ResponseShape(BlockShape[ResponseRequest]):
                 usage.completion_tokens,
                 usage.total_tokens,
                 usage.prompt_tokens_details,
+                OutputDetails(self.thought_tokens.total()),
                 weight_versions=usage.weight_versions,
             )
             if ended

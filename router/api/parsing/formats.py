@@ -35,9 +35,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from common.config import ReasoningParserName, ToolParserName
+from common.messages import AnswerParts
+from common.text.stops import NewReader
 from router.api.parsing import readers
-from router.api.parsing.parser import AnswerParser, Thoughts
-from router.api.parsing.readers import CHANNEL, END, MESSAGE, START, ToolFormat
+from router.api.parsing.parser import AnswerParser, Thoughts, ToolReader
+from router.api.parsing.readers import CHANNEL, END, MESSAGE, START, Schemas, ToolFormat
+from router.api.parsing.regions import AnswerRegions
 from router.api.tools import Function
 
 HERMES = ToolFormat(
@@ -180,16 +183,33 @@ class AnswerFormat:
     def new_parser(self, functions: Sequence[Function], *, separates: bool, opened: bool) -> Callable[[], AnswerParser] | None:
         """Makes parsers of answers that may call these functions; None: all text is content. separates: thoughts are told apart.
         opened: answers begin within them."""
-        thoughts, tools = self.thoughts if separates else None, self.tools if functions else None
-        read = None
-        if self.has_channels:
-            read = partial(readers.read_channels, thinks=thoughts is not None, calls=tools is not None)
-            thoughts = None
-        elif tools is not None:
-            read = partial(readers.read_tools, tools, {function.name: function.parameters or {} for function in functions})
-        elif thoughts is None:
+        thoughts, read = self._readers({function.name: function.parameters or {} for function in functions}, separates)
+        if thoughts is None and read is None:
             return None
         return partial(AnswerParser, thoughts=thoughts, opened=opened, read_tools=read)
+
+    def new_reader(self, parts: AnswerParts) -> AnswerRegions:
+        """A reader of one answer for the detokenizer, which does not know the schemas of functions."""
+        thoughts, read = self._readers({name: {} for name in parts.functions}, parts.thoughts)
+        marks = [] if self.thoughts is None else [self.thoughts.begin, self.thoughts.end]
+        if self.has_channels:
+            marks += readers.CHANNEL_MARKS
+        elif self.tools is not None and parts.functions:
+            marks += (*self.tools.opens, *self.tools.closes)
+        named = frozenset(mark for mark in marks if mark.strip())
+        return AnswerRegions(named, thoughts=thoughts, opened=parts.opened, read_tools=read)
+
+    def _readers(self, schemas: Schemas, separates: bool) -> tuple[Thoughts | None, ToolReader | None]:
+        """What reads the thoughts of answers, and what reads the rest. schemas: of the functions that they may call."""
+        thoughts, tools = self.thoughts if separates else None, self.tools if schemas else None
+        if self.has_channels:
+            return None, partial(readers.read_channels, thinks=thoughts is not None, calls=tools is not None)
+        return thoughts, None if tools is None else partial(readers.read_tools, tools, schemas)
+
+
+def new_reader_for(chat_template: str, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName) -> NewReader:
+    """Makes the readers of answers for a detokenizer. See `answer_format`."""
+    return answer_format(chat_template, tool_parser, reasoning_parser).new_reader
 
 
 def answer_format(chat_template: str, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName) -> AnswerFormat:

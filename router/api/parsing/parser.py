@@ -18,7 +18,7 @@ white space is kept.
 import re
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from common.config import ReasoningParserName
 
@@ -31,7 +31,7 @@ Reading: TypeAlias = Generator[None, None, R]
 class GrowingText:
     """An answer's text that grows while it is read. A place in the text is good until the next yield."""
 
-    __slots__ = ("_begin", "_pieces", "at", "over", "text")
+    __slots__ = ("_before", "_begin", "_pieces", "at", "over", "text")
 
     def __init__(self) -> None:
         self.text = ""
@@ -40,6 +40,8 @@ class GrowingText:
         """How far the text is read."""
         self.over = False
         """Whether nothing follows."""
+        self._before = 0
+        """How many characters of the answer stand before `text`."""
         self._begin = 0
         """How much of the text is forgotten."""
         self._pieces: list[str] = []
@@ -48,6 +50,7 @@ class GrowingText:
     def push(self, text: str) -> None:
         if self.at > self._begin:
             self._pieces.append(self.text[self._begin : self.at])
+        self._before += self.at
         self.text, self.at, self._begin = self.text[self.at :] + text, 0, 0
 
     def forget(self) -> None:
@@ -62,9 +65,15 @@ class GrowingText:
     def unread(self) -> None:
         """Go back to the beginning of what is not forgotten."""
         if self._pieces:
+            self._before -= sum(map(len, self._pieces))
             self.text, self.at = self.read() + self.text[self.at :], 0
             self.forget()
         self.at = self._begin
+
+    @property
+    def place(self) -> int:
+        """How many characters of the answer are read."""
+        return self._before + self.at
 
     def more(self) -> Reading[bool]:
         """Wait until something is unread. Returns whether something is, or False at the end."""
@@ -136,16 +145,19 @@ class Marks:
 
 def read_until(source: GrowingText, tell: Callable[[str], object], marks: Marks, *, forgets: bool = True) -> Reading[str | None]:
     """Read up to the first of these marks, and the mark. Returns the mark, or None at the end. tell: gets the text before it, as
-    it comes. forgets: what was read is forgotten, also what was read before."""
+    it comes, while its end is the place in the source. forgets: what was read is forgotten, also what was read before."""
     if forgets:
         source.forget()
     while (yield from source.more()):
         end, mark = marks.find(source.text, source.at, source.over)
-        before, source.at = source.text[source.at : end], end + len(mark or "")
+        before, source.at = source.text[source.at : end], end
         if forgets:
             source.forget()
         tell(before)
         if mark is not None:
+            source.at += len(mark)
+            if forgets:
+                source.forget()
             return mark
         if source.at < len(source.text):
             yield  # it may be the beginning of a mark
@@ -196,9 +208,25 @@ def parsed_answer(parts: Iterable[AnswerPart]) -> ParsedAnswer:
     return ParsedAnswer(content, reasoning, [ParsedCall(name, "".join(pieces)) for name, pieces in calls])
 
 
+class AnswerSink(Protocol):
+    """What is told of an answer as it is read. Behind each text that is told, the source is at its end."""
+
+    def content(self, text: str) -> None: ...
+
+    def reasoning(self, text: str) -> None: ...
+
+    def mark(self) -> None:
+        """Here thoughts or a call begin or end."""
+
+    def call(self, name: str, arguments: str = "") -> None:
+        """Here a call begins."""
+
+    def arguments(self, text: str) -> None: ...
+
+
 class PartSink:
-    """The parts that were found and not taken yet. Neighbours of one kind are joined when they are taken, so that no text is
-    copied once for each that follows it."""
+    """The parts that were found and not taken yet. Neighbours of one kind are joined when they are
+    taken, so that no text is copied once for each that follows it. Implements `AnswerSink`."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[PartKind, list[str]]] = []
@@ -280,7 +308,7 @@ class PartSink:
 
 
 _NOTHING = Marks()
-ToolReader: TypeAlias = Callable[[GrowingText, PartSink], Reading[None]]
+ToolReader: TypeAlias = Callable[[GrowingText, AnswerSink], Reading[None]]
 """Reads content and calls, to the end of the answer."""
 
 
@@ -306,8 +334,7 @@ class AnswerParser:
 
     def __init__(self, *, thoughts: Thoughts | None, opened: bool, read_tools: ToolReader | None) -> None:
         self._source, self._sink = GrowingText(), PartSink()
-        self._thoughts, self._opened, self._read_tools = thoughts, opened, read_tools
-        self._reading = self._read()
+        self._reading = self._read(thoughts, opened, read_tools)
         self._at_content = False
 
     @property
@@ -328,16 +355,28 @@ class AnswerParser:
         self._sink.finish()
         return self._sink.take()
 
-    def _read(self) -> Reading[None]:
-        if self._thoughts is not None:
-            yield from _read_thoughts(self._source, self._sink, self._thoughts, self._opened)
-        if self._read_tools is not None:
-            yield from self._read_tools(self._source, self._sink)
+    def _read(self, thoughts: Thoughts | None, opened: bool, read_tools: ToolReader | None) -> Reading[None]:
+        yield from read_parts(self._source, self._sink, thoughts, opened, read_tools)
         self._at_content = True
-        yield from read_until(self._source, self._sink.content, _NOTHING)
+        yield from read_content(self._source, self._sink)
 
 
-def _read_thoughts(source: GrowingText, sink: PartSink, thoughts: Thoughts, opened: bool) -> Reading[None]:
+def read_parts(
+    source: GrowingText, sink: AnswerSink, thoughts: Thoughts | None, opened: bool, read_tools: ToolReader | None
+) -> Reading[None]:
+    """Read thoughts, content and calls. Behind them all text is content."""
+    if thoughts is not None:
+        yield from _read_thoughts(source, sink, thoughts, opened)
+    if read_tools is not None:
+        yield from read_tools(source, sink)
+
+
+def read_content(source: GrowingText, sink: AnswerSink) -> Reading[None]:
+    """Read text that is content, to the end of the answer."""
+    yield from read_until(source, sink.content, _NOTHING)
+
+
+def _read_thoughts(source: GrowingText, sink: AnswerSink, thoughts: Thoughts, opened: bool) -> Reading[None]:
     yield from source.skip_space()
     if not (yield from source.next_is(thoughts.begin)) and not opened:
         source.unread()

@@ -21,7 +21,7 @@ import msgspec
 
 from common.config import ToolParserName
 from engine.grammar.json_schemas import as_object, kinds_of, types_of
-from router.api.parsing.parser import GrowingText, Marks, PartSink, Reading, read_until
+from router.api.parsing.parser import AnswerSink, GrowingText, Marks, Reading, read_until
 
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the arguments, by the names of the functions."""
@@ -100,11 +100,11 @@ def around(form: str) -> list[str]:
     return _HOLE.split(form)
 
 
-CallReader: TypeAlias = Callable[[GrowingText, PartSink, ToolFormat, Schemas], Reading[bool]]
+CallReader: TypeAlias = Callable[[GrowingText, AnswerSink, ToolFormat, Schemas], Reading[bool]]
 """Returns whether there was a call. What was read and is no call is not forgotten: the caller tells it as content."""
 
 
-def read_tools(format: ToolFormat, schemas: Schemas, source: GrowingText, sink: PartSink) -> Reading[None]:
+def read_tools(format: ToolFormat, schemas: Schemas, source: GrowingText, sink: AnswerSink) -> Reading[None]:
     """Read content and calls, to the end of the answer."""
     opening, either = _marks(*format.opens), _marks(*format.opens, *format.closes)
     mark = "" if format.bare[0] else (yield from read_until(source, sink.content, opening))
@@ -131,7 +131,7 @@ _MAX_REFERENCES, _MOST_SCHEMAS = 8, 64
 _TYPES = {"string", "integer", "number", "boolean", "null", "array", "object"}
 
 
-def read_objects(source: GrowingText, sink: PartSink, format: ToolFormat, _: Schemas) -> Reading[bool]:
+def read_objects(source: GrowingText, sink: AnswerSink, format: ToolFormat, _: Schemas) -> Reading[bool]:
     """Read calls in JSON, one behind the other or in an array."""
     called = False
     yield from source.skip_space()
@@ -151,7 +151,7 @@ def read_objects(source: GrowingText, sink: PartSink, format: ToolFormat, _: Sch
         yield from source.next_is(",", ";")
 
 
-def read_named(source: GrowingText, sink: PartSink, format: ToolFormat, schemas: Schemas) -> Reading[bool]:
+def read_named(source: GrowingText, sink: AnswerSink, format: ToolFormat, schemas: Schemas) -> Reading[bool]:
     """Read a call whose name stands between marks, or several in brackets: name, perhaps a call's id, and arguments."""
     (before_all, after_all), (before_name, *_, after_name, end) = around(format.all), around(format.call)
     is_bare, separator, called = bool(format.bare[0]), (format.separator or "").strip(), False
@@ -190,7 +190,7 @@ def read_named(source: GrowingText, sink: PartSink, format: ToolFormat, schemas:
     return True
 
 
-def read_either(source: GrowingText, sink: PartSink, format: ToolFormat, schemas: Schemas) -> Reading[bool]:
+def read_either(source: GrowingText, sink: AnswerSink, format: ToolFormat, schemas: Schemas) -> Reading[bool]:
     """Read calls in JSON, or one whose name stands between marks."""
     yield from source.skip_space()
     read = read_objects if (yield from source.sees("[", "{")) else read_named
@@ -201,7 +201,7 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 _VALUE_BEGINS = frozenset('"{[-0123456789tfn')
 
 
-def read_call(source: GrowingText, sink: PartSink, *, needs_arguments: bool = False, end_mark: str = "") -> Reading[bool]:
+def read_call(source: GrowingText, sink: AnswerSink, *, needs_arguments: bool = False, end_mark: str = "") -> Reading[bool]:
     """Read a call, whose `{` is next. Returns whether it is one; if not, the sink got nothing. Other keys than name and arguments
     are left out of it, such as id, type and description. needs_arguments: an object with a name alone is none. end_mark: what
     ends the call even where its JSON is broken off, outside of strings.
@@ -310,7 +310,7 @@ def _skip(source: GrowingText, text: str, *but: str) -> Reading[None]:
             yield from source.next_is(piece)
 
 
-def _read_arguments(source: GrowingText, sink: PartSink, format: ToolFormat, schema: Mapping[str, Any]) -> Reading[None]:
+def _read_arguments(source: GrowingText, sink: AnswerSink, format: ToolFormat, schema: Mapping[str, Any]) -> Reading[None]:
     """Read arguments, and tell them as a JSON object. What is none of them is left unread."""
     before, (before_key, after_key, _) = "{", around(format.argument)
     yield from source.next_is(format.brackets[:1])
@@ -336,7 +336,7 @@ def _read_arguments(source: GrowingText, sink: PartSink, format: ToolFormat, sch
     yield from source.next_is(format.brackets[1:])
 
 
-def _read_literal(source: GrowingText, sink: PartSink, format: ToolFormat, kinds: frozenset[str]) -> Reading[bool]:
+def _read_literal(source: GrowingText, sink: AnswerSink, format: ToolFormat, kinds: frozenset[str]) -> Reading[bool]:
     """Read a literal, and the comma behind it. Returns whether it is whole; otherwise the text ends in it."""
     written, quotes = list[str](), (format.quote,) if format.quote else _QUOTES
     yield from source.skip_space()
@@ -348,7 +348,7 @@ def _read_literal(source: GrowingText, sink: PartSink, format: ToolFormat, kinds
     return is_whole
 
 
-def _read_text(source: GrowingText, sink: PartSink, format: ToolFormat, kinds: frozenset[str]) -> Reading[bool]:
+def _read_text(source: GrowingText, sink: AnswerSink, format: ToolFormat, kinds: frozenset[str]) -> Reading[bool]:
     """Read a value that stands there as it is, and what ends it. Returns whether it is whole; otherwise the text ends in it."""
     _, after_key, after_value = around(format.argument)
     ends = _marks(after_value.rstrip(), after_value.strip())
@@ -459,7 +459,7 @@ _CHANNELS, _MESSAGE = Marks(CHANNEL, START, END, CALLED, RETURN), Marks(MESSAGE)
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.:/-]+)")
 
 
-def read_channels(source: GrowingText, sink: PartSink, *, thinks: bool, calls: bool) -> Reading[None]:
+def read_channels(source: GrowingText, sink: AnswerSink, *, thinks: bool, calls: bool) -> Reading[None]:
     """Read an answer of messages, each with a header that says its channel, and to whom it is. thinks, calls: whether thoughts
     and calls are told apart; otherwise they are content, with their marks."""
     mark = (yield from source.next_is(" to=")) or (yield from read_until(source, sink.content, _CHANNELS))
@@ -477,8 +477,12 @@ def read_channels(source: GrowingText, sink: PartSink, *, thinks: bool, calls: b
                     yield from read_value(source, tell, CALLED, forgets=True)
             elif thinks and found and "analysis" in header and "to=" not in header:
                 tell = sink.reasoning
+                tell("")  # the header is read
             elif not found or "analysis" in header or "to=" in header:
                 sink.content(header + (found or ""))
                 closed = END
+            else:
+                tell("")
         mark = yield from read_until(source, tell, _CHANNELS)
-        sink.content(mark if mark == closed else "")
+        if mark is not None and mark == closed:
+            sink.content(mark)

@@ -24,7 +24,8 @@ from common.messages import (
     TokenLogprob,
     TokenLogprobs,
 )
-from common.text.detokenizer import Detokenizer, DetokenizerLimits, StopStrings, TokenOrder
+from common.text.detokenizer import Detokenizer, DetokenizerLimits, TokenOrder
+from common.text.stops import StopStrings
 from tests.builders import key
 from tests.common.text.tiny import tiny_tokenizer
 

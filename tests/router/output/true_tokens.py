@@ -6,12 +6,13 @@ parsers never get to see.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from common.config import RouterConfig
@@ -23,6 +24,7 @@ from common.text.tokenizer_manager import TokenizerManager
 from router.api.answers import Accepted
 from router.api.chat import read_chat
 from router.api.intake import ChatPlanner
+from router.api.parsing.formats import new_reader_for
 from router.api.parsing.parser import ParsedAnswer, parsed_answer
 from router.requests import RequestSpec
 
@@ -125,6 +127,9 @@ class Chat:
     fields: Mapping[str, Any] = field(default_factory=dict)
     opened: str = ""
     """What the prompt ends with."""
+    min_tokens: int = 0
+    breaks: Collection[int] = ()
+    """Behind so many tokens the answer is opened anew elsewhere."""
 
     @cached_property
     def tokenizer(self) -> TokenizerManager:
@@ -135,7 +140,15 @@ class Chat:
         """As the router accepts the chat, but for its prompt."""
         request = read_chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **self.fields}).encode())
         prompt = pack_ids(self.ids("Hi" + self.opened))
-        spec = RequestSpec(RequestId("a"), 0, prompt, SamplingParams(max_new_tokens=4096))
+        stop = request.fields.stop
+        spec = RequestSpec(
+            RequestId("a"),
+            0,
+            prompt,
+            SamplingParams(max_new_tokens=4096, stop_token_ids=tuple(request.fields.stop_token_ids)),
+            (stop,) if isinstance(stop, str) else tuple(stop),
+            include_stop=request.fields.include_stop_str_in_output,
+        )
         return ChatPlanner(self.tokenizer, "m", RouterConfig()).completed(request, Accepted((spec,), len(prompt)))
 
     def ids(self, text: str) -> list[int]:
@@ -144,13 +157,35 @@ class Chat:
     def deltas(self, token_ids: Sequence[int], cuts: Sequence[int] = ()) -> list[TextDelta]:
         """What the detokenizer makes of an answer of these tokens, which come in pieces that end at these places."""
         (spec,) = self.accepted.specs
-        detokenizer = Detokenizer(self.tokenizer.backend)
-        texts = detokenizer.receive(ExpectAnswer(KEY, context=spec.prompt, shown=spec.shown), 0.0)
-        ends = sorted({*cuts, len(token_ids)})
-        for begin, end in zip([0, *ends], ends, strict=False):
+        opened = ExpectAnswer(
+            KEY,
+            spec.stop,
+            context=spec.prompt,
+            shown=spec.shown,
+            include_stop=spec.include_stop,
+            min_tokens=self.min_tokens,
+            parts=spec.parts,
+            stop_token_ids=spec.stop_token_ids,
+        )
+        detokenizer = self.detokenizer()
+        texts = detokenizer.receive(opened, 0.0)
+        begin = 0
+        for end in sorted({*cuts, len(token_ids)} - {0}):
             ending = Finished("stop", token_ids[-1]) if end == len(token_ids) else None
             texts += detokenizer.receive(TokenBatch((TokenDelta(KEY, begin, tuple(token_ids[begin:end]), ending),)), 0.0)
+            begin = end
+            if begin in self.breaks:  # the attempt fails, or the detokenizer starts again
+                detokenizer = self.detokenizer()
+                known = [token_id for text in texts for token_id in text.token_ids]
+                told = "".join(text.text for text in texts)
+                context = spec.prompt + pack_ids(known)
+                if texts[-1].ending is None:
+                    texts += detokenizer.receive(replace(opened, first=len(known), context=context, text=told), 0.0)
         return texts
+
+    def detokenizer(self) -> Detokenizer:
+        template = self.tokenizer.chat_template
+        return Detokenizer(self.tokenizer.backend, new_reader=new_reader_for(template, "auto", "auto"))
 
     def whole(self, token_ids: Sequence[int]) -> ParsedAnswer:
         """The answer of these tokens, not streamed."""
