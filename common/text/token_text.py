@@ -134,6 +134,8 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class _Token(NamedTuple):
     text: str
     utf8: bytes
+    first: bytes
+    """What it stands for at the beginning of a text, in UTF-8."""
 
 
 class TokenText:
@@ -159,6 +161,10 @@ class TokenText:
         """What the token stands for, in UTF-8: it may be a part of a character."""
         return self._of(token_id).utf8
 
+    def first_bytes(self, token_id: int) -> builtins.bytes:
+        """As `bytes`, at the beginning of a text: some decoders take off a space there."""
+        return self._of(token_id).first
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
@@ -179,7 +185,7 @@ class TokenText:
         if known is None:
             written = self._tokenizer.id_to_token(token_id)
             if written is None:
-                return _Token("", b"")
+                return _of_text("")
             known = self._known[token_id] = self._read(token_id, written)
         return known
 
@@ -190,18 +196,18 @@ class TokenText:
             if not all(character in self._byte_of for character in written):
                 return _of_text(written)  # the decoder takes it as it is, too
             data = bytes(self._byte_of[character] for character in written)
-            return _Token(data.decode(errors="replace"), data)
+            return _Token(data.decode(errors="replace"), data, data)
         byte = _FALLBACK.fullmatch(written) if self._falls_back else None
         if byte is not None:
             data = bytes.fromhex(byte[1])
-            return _Token(data.decode(errors="replace"), data)
+            return _Token(data.decode(errors="replace"), data, data)
         # Decoders treat the start of a text in their own way: most drop a space there. So the token is read behind another.
         once, twice = (self._tokenizer.decode([token_id] * times, skip_special_tokens=False) for times in (1, 2))
-        return _of_text(twice.removeprefix(once))
+        return _of_text(twice.removeprefix(once), once)
 
 
-def _of_text(text: str) -> _Token:
-    return _Token(text, text.encode(errors="replace"))
+def _of_text(text: str, first: str | None = None) -> _Token:
+    return _Token(text, text.encode(errors="replace"), (text if first is None else first).encode(errors="replace"))
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:

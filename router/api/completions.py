@@ -198,6 +198,12 @@ class CompletionShape(OpenAIShape[CompletionRequest]):
         echoed: tuple[int, Sequence[TokenLogprob], str] | None = None
         if prompt is not None:
             echoed = int(unpack_ids(self.accepted.specs[index].prompt[:4])[0]), prompt, self.accepted.echoes[index]
-        place = self._places.setdefault(index, TextPlace(self.token_texts))
         skips = self.request.fields.skip_special_tokens
+        if index not in self._places:
+            ids = unpack_ids(self.accepted.specs[index].prompt)
+            begins = prompt is not None or (
+                skips and all(self.token_texts.is_special(int(token_id)) for token_id in reversed(ids))
+            )
+            self._places[index] = TextPlace(self.token_texts, begins=begins)
+        place = self._places[index]
         return self.logprob_writer(self.request.logprobs).completion(tokens, place, skips_special=skips, prompt=echoed)

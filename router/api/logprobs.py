@@ -3,6 +3,7 @@
 Owns these shapes. Does not know where the numbers come from.
 """
 
+import builtins
 import codecs
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias
@@ -28,6 +29,9 @@ class TokenTexts(Protocol):
 
     def bytes(self, token_id: int) -> bytes:
         """What the token stands for, which may be a part of a character."""
+
+    def first_bytes(self, token_id: int) -> builtins.bytes:
+        """As `bytes`, at the beginning of a text."""
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves its text out."""
@@ -98,10 +102,11 @@ PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class TextPlace:
-    """Where the next token begins in a text, in characters: those that are complete before it."""
+    """Where the next token begins in a text, in characters: those that are complete before it. begins: no text stands before."""
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: TokenTexts, *, begins: bool) -> None:
         self.chars = 0
+        self._begins = begins
         self._texts = texts
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -112,7 +117,9 @@ class TextPlace:
             written = self._texts.text(token_id)
             self.chars += len(written) if echo.startswith(written, self.chars) else 0
         else:
-            self.chars += len(self._characters.decode(self._texts.bytes(token_id)))
+            data = self._texts.first_bytes(token_id) if self._begins else self._texts.bytes(token_id)
+            self.chars += len(self._characters.decode(data))
+            self._begins = False
         return begin
 
 

@@ -119,6 +119,8 @@ class CharText:
     def bytes(self, token_id: int) -> bytes:
         return chr(token_id).encode()
 
+    first_bytes = bytes
+
     def is_special(self, token_id: int) -> bool:
         return chr(token_id) == SPECIAL
 

@@ -14,7 +14,7 @@ from common.text.token_text import TokenText
 from router.api import intake, logprobs, sglang
 from router.api.logprobs import TextPlace
 from router.api.sglang import GENERATE, PARAMETERS
-from tests.common.text.tiny import tiny_tokenizer
+from tests.common.text.tiny import sentencepiece_like_tokenizer, tiny_tokenizer
 from tests.router.calls import assert_error, chat, completion, events, post, prompt, sent_to_fleet, until, usage
 from tests.router.fakes import SPECIAL, CharTokenizer, EchoFleet, Site
 
@@ -302,11 +302,22 @@ async def test_each_token_begins_in_the_text_behind_what_the_text_has_of_those_b
 def test_a_token_that_ends_within_a_character_moves_no_further_than_the_characters_before_it() -> None:
     texts = TokenText(tiny_tokenizer())
     ids = [id for byte in "a🙂b".encode() for id in range(256 + 2) if texts.bytes(id) == bytes([byte])]
-    place, seen = TextPlace(texts), list[int]()
+    place, seen = TextPlace(texts, begins=True), list[int]()
     for token_id in [0, *ids]:
         seen.append(place.chars)
         place.pass_by(token_id, skips_special=True)
     assert seen == [0, 0, 1, 1, 1, 1, 2] and place.chars == 3
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_offsets_are_those_of_a_decoder_that_takes_off_the_space_at_the_beginning_of_a_text(begins: bool) -> None:
+    tokenizer = sentencepiece_like_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    ids = [vocabulary[token] for token in ("<s>", "▁", "a", "▁hello", "▁world", "b")]
+    place, before = TextPlace(TokenText(tokenizer), begins=begins), [] if begins else [vocabulary["b"]]
+    for number, token_id in enumerate(ids):
+        text = tokenizer.decode(before + ids[:number])
+        assert place.pass_by(token_id, skips_special=True) == len(text) - len(before)
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, list[Any]]:
