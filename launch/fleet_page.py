@@ -39,7 +39,7 @@ class FleetPage:
         self._control, self._api = (RouterClient(url, key, ANSWER_S, tls) for key in (control_key, api_key))
 
     def missing(self, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
-        """Why the fleet is not complete yet: missing members and links, or what keeps the router unready."""
+        """Why the fleet is not complete yet: missing members and links, or what keeps the router from using them."""
         cluster = self.get("/cluster")
         if cluster is None:
             return ["the router does not answer"]
@@ -50,7 +50,8 @@ class FleetPage:
         for name in prefill if not reasons else ():
             if members[name]["usable"] < members[name]["peers"]:
                 reasons += self._links_missing(name)
-        return reasons or [str(reason) for reason in cluster["router"]["unready"]]
+        router = cluster["router"]
+        return reasons or [str(reason) for reason in (*router["unready"], *router["degraded"])]
 
     def _links_missing(self, name: str) -> list[str]:
         """Why this prefill instance cannot use all its links. It tells more of them than the page of all instances does."""

@@ -72,7 +72,7 @@ def _page(roster: LiveRoster, states: Sequence[LiveState], url: str, console: Co
 def _head(roster: LiveRoster, states: Sequence[LiveState], url: str) -> Text:
     """Rates and times are of the last WINDOW_S seconds, as far as they were read."""
     first, state = states[0], states[-1]
-    parts = [f"{roster.model} at {url}", f"{state.open} open", *state.unready[:1]]
+    parts = [f"{roster.model} at {url}", f"{state.open} open", *[*state.unready, *state.degraded][:1]]
     if passed_s := state.at - first.at:
         place = roster.figures.index("tokens_generated")
         tokens = sum(int(row[place]) for row in state.instances) - sum(int(row[place]) for row in first.instances)

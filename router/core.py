@@ -221,6 +221,10 @@ class RouterCore:
             reasons.append(f"all {self._config.max_requests} places for requests are taken")
         return reasons
 
+    def degraded(self) -> list[str]:
+        """Why requests are served, but not by all that is there; empty when all is well."""
+        return self.requests.placer.degraded()
+
     def unhealthy(self) -> list[str]:
         """What is wrong with the router itself."""
         return [

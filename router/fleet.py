@@ -206,7 +206,7 @@ class Members:
             change.lost.append(self._remove(known, "replaced by a newer incarnation", now, silent=False))
         for member in change.lost:
             self._left(member, change, now)
-        change.sends = self._join(message, now)
+        change.sends += self._join(message, now)
         change.more_can_serve = True
         joined = self._members[info.id]
         change.sends += self.adapters.joined(joined, message.adapters, now)

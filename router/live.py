@@ -64,6 +64,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
             "messages_stale": core.requests.stale + core.requests.retelling.stale_standings + core.fleet.stale,
             "prediction_errors": core.requests.placer.prediction_errors(),
             "unready": core.unready(),
+            "degraded": core.degraded(),
             "settled": core.fleet.peering.settled,
         },
         "roles": {role: role_figures(core.fleet, role) for role in ROLES},
@@ -188,6 +189,7 @@ class LiveState(msgspec.Struct, frozen=True, tag="state"):
     roster: int
     at: float
     unready: list[str]
+    degraded: list[str]
     open: int
     first_tokens: tuple[int, ...]
     """Counts of the histogram of times to the first token, since the router started; `token_times` those of later tokens."""
@@ -235,6 +237,7 @@ class LiveView:
             roster=self.roster.version,
             at=at,
             unready=[reason[:TEXT_CHARS] for reason in core.unready()],
+            degraded=[reason[:TEXT_CHARS] for reason in core.degraded()],
             open=len(core.requests),
             first_tokens=self._metrics.first_tokens.counts,
             token_times=self._metrics.token_times.counts,

@@ -232,19 +232,37 @@ class Placer:
     # --- reasons ---------------------------------------------------------------------------------------------------------
 
     def unready(self) -> list[str]:
-        """Why the fleet could not serve a request now, or only with a part of its instances; empty when all is well."""
-        disaggregated = self._dispatch != "colocated"
-        reasons: list[str] = []
+        """Why a request that comes now would be refused; empty when it would be served, or wait until the fleet's weights have
+        changed."""
+        weights = self._fleet.weights
+        if (weights.is_held or weights.is_settling) and any(not member.draining for member in self._fleet.members("decode")):
+            return []
         try:
-            placement = self._find(Demand(prompt_tokens=1, max_new_tokens=2), self._prefill, self._decode)
+            self._probe()
         except (Unavailable, BadRequest) as error:
-            reasons.append(str(error))
+            return [str(error)]
+        return []
+
+    def degraded(self) -> list[str]:
+        """Why requests are served by a part of the instances only, or wait; empty when all is well."""
+        reasons: list[str] = []
+        disaggregated = self._dispatch != "colocated"
+        try:
+            placement = self._probe()
+        except (Unavailable, BadRequest) as error:
+            reasons += [] if self.unready() else [f"requests wait: {error}"]
         else:
+            if self._fleet.weights.is_held:
+                reasons.append("requests wait: the fleet is paused, or its weights change")
             if disaggregated and placement.decode is None and self._candidates.lines["prefill"]:
                 reasons.append(NO_LINK)
         wanted = disaggregated and any(not member.draining for member in self._fleet.members("prefill"))
         trouble = _all_in_trouble(self._fleet, "prefill") if wanted else None
         return reasons if trouble is None else [*reasons, trouble]
+
+    def _probe(self) -> Placement:
+        """Where a short request would go. Raises Unavailable, BadRequest."""
+        return self._find(Demand(prompt_tokens=1, max_new_tokens=2), self._prefill, self._decode)
 
 
 def _release(attempts: Iterable[Attempt], now: float) -> None:

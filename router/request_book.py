@@ -150,17 +150,22 @@ class RequestBook:
                 tokenized_s=now,
             )
             records.append(Record(spec, client, times, timeout_s))
-        is_held, adapters = self._fleet.weights.is_held, self._fleet.adapters
+        adapters, weights = self._fleet.adapters, self._fleet.weights
+        parked_for = Unavailable("the fleet is paused: its weights are to change") if weights.is_held else None
+        attempts: list[Attempt] = []
         try:
             for record in records:
                 record.adapter = adapters.begin(record.spec.adapter, now)
-            attempts = [] if is_held else self.placer.start(records, now)
-        except TandemError:
-            for record in records:
-                adapters.end(record.adapter)
-            self.places.leave(client.owner, client.places)
-            client.places = 0
-            raise
+            if parked_for is None:
+                attempts = self.placer.start(records, now)
+        except TandemError as error:
+            if not (isinstance(error, Unavailable) and weights.is_settling):
+                for record in records:
+                    adapters.end(record.adapter)
+                self.places.leave(client.owner, client.places)
+                client.places = 0
+                raise
+            parked_for = error
         client.places -= len(specs)
         client.request_ids = tuple(spec.request_id for spec in specs)
         client.times = tuple(record.times for record in records)
@@ -170,12 +175,21 @@ class RequestBook:
             self._records[record.spec.request_id] = record
             self.timelines.begin(record.times)
             self._alarms.set((Alarm.DEADLINE, record.spec.request_id), record.deadline_s)
-            if is_held:
-                self._parked[record.spec.request_id] = Failed.of(Unavailable("the fleet is paused: its weights are to change"))
+            if parked_for is not None:
+                self._park(record.spec.request_id, parked_for, now)
         for attempt in attempts:
             sends += self._announce(attempt, now)
         self.timelines.name({name: [specs[number].request_id for number in numbers] for name, numbers in client.names.items()})
         return sends + self.cancel([specs[number].request_id for number in client.aborted], now)
+
+    def _park(self, request_id: RequestId, reason: TandemError, now: float) -> None:
+        """The request waits for a member that can serve it: for a while, or where people have paused the fleet until its
+        deadline."""
+        self._parked[request_id] = Failed.of(reason)
+        if self._fleet.weights.is_held:
+            self._alarms.clear((Alarm.WAIT, request_id))
+        elif (Alarm.WAIT, request_id) not in self._alarms:
+            self._alarms.set((Alarm.WAIT, request_id), now + self._config.resume_wait_s)
 
     def _announce(self, attempt: Attempt, now: float) -> list[Send]:
         """The request's next attempt begins: tell the detokenizer to expect its tokens, and its first member to serve it."""
@@ -347,15 +361,12 @@ class RequestBook:
         deadline."""
         request_id = record.spec.request_id
         if self._fleet.weights.is_held:
-            self._parked[request_id] = Failed.of(Unavailable("the fleet is paused"))
-            self._alarms.clear((Alarm.WAIT, request_id))
+            self._park(request_id, Unavailable("the fleet is paused"), now)
             return []
         try:
             attempt = self._place_again(record, now)
         except TandemError as error:
-            self._parked[request_id] = Failed.of(error)
-            if (Alarm.WAIT, request_id) not in self._alarms:
-                self._alarms.set((Alarm.WAIT, request_id), now + self._config.resume_wait_s)
+            self._park(request_id, error, now)
             return []
         self._parked.pop(request_id, None)
         self._alarms.clear((Alarm.WAIT, request_id))

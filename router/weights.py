@@ -129,6 +129,13 @@ class FleetWeights:
         """No request may be placed now; those that come wait."""
         return self.is_paused or (self.update is not None and self.update.held_since_s is not None)
 
+    @property
+    def is_settling(self) -> bool:
+        """Some decode instances get no requests only because another router has the fleet change its weights: in a moment more
+        than half of them will have changed, and this router follows."""
+        decodes = (member for member in self._members() if member.info.role == "decode")
+        return any(member.misfit and member.life not in self._bringing for member in decodes)
+
     def next_deadline(self) -> float | None:
         return None if self.update is None else self.update.deadline_s
 
@@ -199,19 +206,29 @@ class FleetWeights:
         is_gone = self.update is None and not any(True for _ in self._members())
         if is_gone and not isinstance(self._source, WeightsOnDisk):  # else those that come are given the fleet's
             self.target, self._source = Digest(""), None
+        update = self.update
+        if (
+            update is not None
+            and not update.is_switching
+            and member.life in update.lives
+            and isinstance(update.order.source, WeightsFromGroup)
+        ):
+            fix = "make a group of the instances that are there with POST /init_weights_update_group"
+            return self._fail(Unavailable(f"{member.info.id} has left, and was of the group that gets the new weights: {fix}"))
         change = Change()
         self._proceed(change, now)
         return change
 
     def heard(self, member: Member, now: float) -> Change:
         """A heartbeat says what the member computes with."""
+        change = Change()
         if self.update is None and not self._fits(member) and member.life not in self._bringing:
-            self._follow_others()
+            change.more_can_serve = self._follow_others()
         if member.weights == self.target and member.weight_version == self.version:
             self._to_rename.discard(member.life)
         elif self.update is None and member.weights == self.target and member.life not in self._to_rename:
             self.version = member.weight_version  # another router has renamed them
-        return self._follow(member, now)
+        return change.take(self._follow(member, now))
 
     def staged(self, message: WeightsStaged, member: Member, now: float) -> Change:
         """A member has made weights ready, or cannot."""
@@ -454,8 +471,9 @@ class FleetWeights:
             self._mark(member)
         return Change([Send(member.info.id, DropWeights(update=update.number)) for member in self._members()])
 
-    def _follow_others(self) -> None:
-        """Another router has changed the fleet's weights: follow when more than half of the members have that had them."""
+    def _follow_others(self) -> bool:
+        """Another router has changed the fleet's weights: follow when more than half of the members have that had them. Returns
+        whether that is so now."""
         members = [member for member in self._members() if member.life not in self._bringing]
         weights, count = Counter(member.weights for member in members).most_common(1)[0]
         if weights and weights != self.target and 2 * count > len(members):
@@ -463,3 +481,5 @@ class FleetWeights:
             self._aim_at(weights, version, None, self._source_number)
             for member in members:
                 self._mark(member)
+            return True
+        return False

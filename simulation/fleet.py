@@ -61,8 +61,8 @@ class SimulatedFleet(ABC, Generic[InstanceT, RouterT]):
         for number in range(decode):
             self.start(f"decode-{number}", "decode")
         until_s = self.clock.now + JOIN_S
-        while unready := [reason for each in self.routers for reason in each.core.unready()]:
-            assert self.clock.now < until_s, unready
+        while lacks := [reason for each in self.routers for reason in (*each.core.unready(), *each.core.degraded())]:
+            assert self.clock.now < until_s, lacks
             self.run_for(JOIN_LOOK_S)
 
     def start(self, name: str, role: Role, address: str | None = None, began_s: float = 0.0) -> InstanceT:

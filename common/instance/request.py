@@ -32,7 +32,7 @@ from common.messages import (
 )
 from common.pages.pool import PageLease
 from common.pages.radix_cache import NO_HIT, Hit, PageKeys
-from common.sampling_params import ANSWER_TOKENS, SamplingParams
+from common.sampling_params import ANSWER_TOKENS
 from common.step_cost import StepCost
 
 
@@ -74,7 +74,7 @@ class PromptProgress:
     owner: str = ""
     """Whose it is: see `Terms`."""
     token_work: int = 1
-    """How many tokens of a step's budget one of its tokens counts as: see `token_work`."""
+    """How many tokens of a step's budget one of its tokens counts as."""
 
     @property
     def left(self) -> int:
@@ -130,14 +130,10 @@ VOCABULARY_OF_A_TOKEN = 2**15
 each so many of its tokens."""
 
 
-def token_work(sampling: SamplingParams, vocab_size: int) -> int:
-    """What one token of a request's prompt counts as in the budget of a step."""
-    return 1 if sampling.prompt_logprobs is None else 1 + vocab_size // VOCABULARY_OF_A_TOKEN
-
-
 def next_chunks(prompts: Iterable[PromptProgress], budget_tokens: int) -> tuple[Chunk, ...]:
-    """Chunks for the next forward, of `budget_tokens` in all, as `token_work` counts them. Owners get equal parts of it, as far
-    as they have prompts, and the prompts of one are served in the order in which they came. Marks the chunks as launched."""
+    """Chunks for the next forward, of `budget_tokens` in all, as `PromptProgress.token_work` counts them. Owners get equal parts
+    of it, as far as they have prompts, and the prompts of one are served in the order in which they came. Marks the chunks as
+    launched."""
     coming = [progress for progress in prompts if progress.left]
     parts = _parts(coming, budget_tokens)
     chunks = []
@@ -266,7 +262,7 @@ class Request:
     def begin_prompt(self, cached_tokens: int, vocab_size: int) -> PromptProgress:
         """Its prompt is computed in its row, behind what is cached."""
         assert self.row is not None
-        work = token_work(self.asked.sampling, vocab_size)
+        work = 1 if self.asked.sampling.prompt_logprobs is None else 1 + vocab_size // VOCABULARY_OF_A_TOKEN
         self.progress = PromptProgress(self.row, self.prompt, cached_tokens, cached_tokens, self.owner, work)
         return self.progress
 

@@ -367,9 +367,12 @@ class Api(ApiPart):
 
     @Described("GET /ready, GET /health_generate", "Operations", "Readiness", "A request could be served now.", troubles=_NOT_SO)
     async def ready(self) -> Response:
-        """200 when a request could be served now, otherwise 503 and why not."""
-        reasons = self._gateway.core.unready()
-        return json_response({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+        """200 when a request that comes now is served, or waits while the fleet's weights change; otherwise 503 and why not.
+        `degraded` says what is wrong with a fleet that serves all the same."""
+        core = self._gateway.core
+        reasons = core.unready()
+        answer = {"ready": not reasons, "reasons": reasons, "degraded": core.degraded()}
+        return json_response(answer, 503 if reasons else 200)
 
     @Described("GET /metrics", "Operations", "Metrics", "Prometheus' text format.", media_types=("text/plain",))
     async def metrics(self) -> Response:

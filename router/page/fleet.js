@@ -113,8 +113,8 @@ function drawRouter(roster, state) {
   write(name, roster.router);
   write(open, `${count(state.open)} requests open`);
   write(how, `${roster.dispatch}: ${roster.prefill_policy}, then ${roster.decode_policy}`);
-  write(ready, state.unready[0] ?? "ready");
-  box.lastChild.classList.toggle("trouble", state.unready.length > 0);
+  write(ready, state.unready[0] ?? state.degraded[0] ?? "ready");
+  box.lastChild.classList.toggle("trouble", state.unready.length + state.degraded.length > 0);
 }
 
 // --- wires ---------------------------------------------------------------------------------------

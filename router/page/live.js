@@ -92,7 +92,7 @@ function draw() {
   const { roster, state, before } = page;
   page.frame = 0;
   if (state?.roster !== roster.version) return; // the router has gone, or the state of a new roster is on its way
-  connection(state.unready[0] ?? "live", state.unready.length ? "unready" : "live");
+  connection(state.unready[0] ?? state.degraded[0] ?? "live", state.unready.length ? "unready" : "live");
   write(byId("model"), `${roster.model} · ${roster.router}`);
   drawFleet(roster, state, before, (place) => showInstance(page, place));
   drawLanes(state, (lane) => showRequest(page, lane));

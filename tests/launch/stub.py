@@ -63,7 +63,7 @@ class Page(http.server.BaseHTTPRequestHandler):
         )
         pages: dict[str, object] = {
             "/cluster": {
-                "router": {"unready": [], "settled": True},
+                "router": {"unready": [], "degraded": [], "settled": True},
                 "instances": [
                     {"id": name, "peers": len(peers), "usable": len(peers)}
                     for names, peers in ((prefill, decode), (decode, prefill))

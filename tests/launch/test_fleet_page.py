@@ -14,7 +14,7 @@ from launch.fleet_page import FleetPage, curl_line
 def cluster(*names: str, usable: int = 1, unready: tuple[str, ...] = (), settled: bool = True) -> dict[str, Any]:
     """The page of a fleet with these members, of whose links so many can be used."""
     members = [{"id": name, "peers": 1, "usable": usable} for name in names]
-    return {"router": {"unready": list(unready), "settled": settled}, "instances": members}
+    return {"router": {"unready": list(unready), "degraded": [], "settled": settled}, "instances": members}
 
 
 COMPLETE = ("prefill-0", "decode-0")

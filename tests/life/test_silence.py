@@ -45,7 +45,7 @@ def link_detail(fleet: ToyFleet) -> str:
 
 def assert_whole(fleet: ToyFleet) -> None:
     """Everything is at home, every link is up, and a request takes the ring."""
-    fleet.turn_until(lambda: fleet.is_home() and not fleet.router.unready(), seconds=30.0)
+    fleet.turn_until(lambda: fleet.is_home() and not (fleet.router.unready() or fleet.router.degraded()), seconds=30.0)
     before = fleet.instances["decode-0"].scheduler.report().counters.handoffs
     again = fleet.submit("again", PROMPT, 5)
     fleet.run(again)
@@ -123,7 +123,7 @@ def test_a_link_that_is_cut_is_made_again() -> None:
     client = held(fleet)
     agent = fleet.instances["decode-0"].info.pools[0].agent
     region = fleet.memory.regions.pop(agent)
-    fleet.turn_until(lambda: client.ended and bool(fleet.router.unready()))
+    fleet.turn_until(lambda: client.ended and bool(fleet.router.degraded()))
     assert_answered(client)
     fleet.memory.regions[agent] = region
     let_go(fleet)

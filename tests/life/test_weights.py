@@ -6,11 +6,20 @@ from unittest.mock import Mock
 import pytest
 
 from common.config import RouterConfig
-from common.errors import Conflict, MemoryShort, TandemError
-from common.ids import Digest, InstanceId
+from common.errors import Conflict, MemoryShort, TandemError, Unavailable
+from common.ids import Digest, InstanceId, RequestId, pack_ids
 from common.messages import Finished
-from common.messages.variants import FIRST_VERSION, WeightsInMemory, WeightsOnDisk, WeightsSource
+from common.messages.variants import (
+    FIRST_VERSION,
+    AnnouncedWeight,
+    WeightsFromGroup,
+    WeightsInMemory,
+    WeightsOnDisk,
+    WeightsSource,
+)
+from common.sampling_params import SamplingParams
 from common.step_cost import StepCost
+from router.requests import RequestSpec
 from router.weights import Updated, UpdateMode, UpdateOrder
 from tests.engine import toy
 from tests.engine.toy import TOY_WEIGHTS, ToyExecutor, ToyStaging
@@ -310,6 +319,45 @@ def test_another_router_follows_the_one_that_leads() -> None:
     assert len(came) == 1 and {router.core.fleet.weights.target for router in fleet.routers} == {"w1"}
     assert {router.core.fleet.weights.version for router in fleet.routers} == {"step-1"}
     assert all(not router.core.unready() for router in fleet.routers)
+
+
+@pytest.mark.parametrize("decode", [1, 2])
+def test_requests_at_another_router_wait_while_the_weights_change_and_none_is_refused(decode: int) -> None:
+    """It learns of the update from heartbeats alone."""
+    fleet = make_fleet(1, decode, routers=2)
+    clients: list[Client] = []
+    for number in range(4):
+        came = update(fleet, f"w{number}", seat=0)
+        for step in range(60):
+            sampling = SamplingParams(max_new_tokens=3, temperature=0.0)
+            spec = RequestSpec(RequestId(f"r{number}-{step}"), 0, pack_ids(PROMPT), sampling)
+            clients.append(fleet.ask(spec, seat=1))
+            fleet.run_for(0.05)
+            assert fleet.routers[1].core.unready() == [] and fleet.routers[0].core.unready() == []
+        assert len(came) == 1 and isinstance(came[0], Updated)
+    fleet.turn_until(lambda: all(client.ended for client in clients), seconds=60.0)
+    assert {type(client.endings[0]) for client in clients} == {Finished}
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-1"])
+def test_an_update_from_a_group_ends_when_one_of_its_members_goes_and_names_it(name: str) -> None:
+    fleet = make_fleet()
+    came: list[Updated | TandemError] = []
+    source = WeightsFromGroup("group", "bucket-1", (AnnouncedWeight(name="w", dtype="float32", shape=(1,)),))
+    for instance in fleet.instances.values():
+        engine = instance.rank.engine
+        assert isinstance(engine, ToyExecutor)
+        engine.stage = lambda source: Mock(ends_s=None, poll=lambda: None)  # type: ignore[method-assign]
+    router, now = fleet.router_process, fleet.clock.now
+    begun = router.core.fleet.weights.begin(UpdateOrder(source), came.append, now)
+    router.deliver(router.core.apply(begun, now))
+    fleet.run_for(3.0)
+    assert came == []
+    die(fleet, name)
+    fleet.run_for(5.0)
+    (error,) = came
+    assert isinstance(error, Unavailable) and f"{name} has left, and was of the group" in str(error)
+    assert router.core.fleet.weights.update is None, "the next one may begin"
 
 
 def test_two_routers_that_change_the_weights_at_once_do_not_harm_each_other() -> None:

@@ -243,7 +243,7 @@ class Fleet:
 
     async def join(self) -> None:
         """Let time pass until both instances can serve; then it stands still."""
-        while self.core.unready() or len(list(self.core.fleet.members())) < len(_ROLES):
+        while self.core.unready() or self.core.degraded() or len(list(self.core.fleet.members())) < len(_ROLES):
             self._now += 0.01
             await self.turn()
         # The detokenizer's clock and the gateway's timer are real: no heartbeat and no tick comes between.

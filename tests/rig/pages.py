@@ -89,12 +89,13 @@ class FleetPages:
         return {instance["id"]: instance for instance in self.cluster()["instances"]}
 
     def unready(self) -> str:
-        """Why the router takes no requests: what /ready says, or that it does not answer. Empty when it takes them."""
+        """Why requests are not served by all that is there: what /ready says, or that it does not answer."""
         try:
             reply = self.get("/ready")
         except FleetFailed as error:
             return str(error)
-        return "" if reply.status == http.HTTPStatus.OK else f"/ready says {reply.text}"
+        is_whole = reply.status == http.HTTPStatus.OK and not reply.json()["degraded"]
+        return "" if is_whole else f"/ready says {reply.text}"
 
     def is_ready(self) -> bool:
         """False also when the router does not answer."""

@@ -416,7 +416,7 @@ class Site:
     async def __aenter__(self) -> Self:
         if self.fleet.joins:
             self.fleet.join()
-            while self.core.unready():
+            while self.core.unready() or self.core.degraded():
                 self.core.fleet.peering._gather_until_s = 0.0  # a router waits for more that join at the same time
                 self.gateway.deliver(())
                 await asyncio.sleep(0)

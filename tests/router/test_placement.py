@@ -125,11 +125,11 @@ def test_an_instance_in_trouble_gets_nothing_new_and_a_fleet_of_such_is_unready(
     assert chosen(fleet) == ("p1", "d0") and placer(fleet).unready() == []
 
 
-def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_is_unready(fleet: Members) -> None:
+def test_a_fleet_whose_every_prefill_instance_has_quarantined_pages_serves_without_them_and_says_so(fleet: Members) -> None:
     hear(fleet, P0, D0, load=WORN, now=1.0)
-    assert chosen(fleet) == ("d0", None)
-    assert ["p0 is quarantined: 17 of 64" in reason for reason in placer(fleet).unready()] == [True]
-    assert placer(fleet, "colocated").unready() == []
+    assert chosen(fleet) == ("d0", None) and placer(fleet).unready() == []
+    assert ["p0 is quarantined: 17 of 64" in reason for reason in placer(fleet).degraded()] == [True]
+    assert placer(fleet, "colocated").degraded() == []
 
 
 def test_a_placement_names_the_next_best_decode_instances_too() -> None:
@@ -158,11 +158,11 @@ def test_a_fleet_that_cannot_serve_says_why(members: tuple[InstanceInfo, ...], r
     assert [reason in said for said in placer(fleet).unready()] == [True]
 
 
-def test_without_a_link_a_decode_instance_serves_alone_and_the_fleet_is_unready() -> None:
+def test_without_a_link_a_decode_instance_serves_alone_and_the_fleet_is_ready_but_degraded() -> None:
     fleet = new_fleet(P0, D0, linked=False)
-    assert chosen(fleet) == ("d0", None)
-    assert placer(fleet).unready() == ["no prefill instance has a ready link to a decode instance"]
-    assert placer(fleet, "colocated").unready() == []
+    assert chosen(fleet) == ("d0", None) and placer(fleet).unready() == []
+    assert placer(fleet).degraded() == ["no prefill instance has a ready link to a decode instance"]
+    assert placer(fleet, "colocated").degraded() == []
 
 
 def test_a_fleet_whose_prefill_instances_drain_is_ready_without_them(fleet: Members) -> None:

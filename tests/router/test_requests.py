@@ -4,20 +4,34 @@ open requests, whatever order they come in.
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
 from common.errors import Overloaded, Unavailable
-from common.ids import DETOKENIZER, RequestId, pack_ids
+from common.ids import DETOKENIZER, Digest, RequestId, pack_ids
 from common.instance.ports import Send
 from common.instance.waiting_line import SHARE
-from common.messages import Ending, ExpectAnswer, Failed, Finished, Generate, Load, Terms
+from common.messages import (
+    Ending,
+    ExpectAnswer,
+    Failed,
+    Finished,
+    Generate,
+    Heartbeat,
+    InstanceInfo,
+    Load,
+    Register,
+    Terms,
+)
+from common.messages.variants import WeightsOnDisk
 from common.sampling_params import SamplingParams
 from router.requests import ChoiceDelta, Places, RequestSpec
 from tests.builders import key
 from tests.router.bench import D0, D1, P0, P1, PROMPT, Bench, cancels, close, generates, spec
+from tests.router.fakes import flush, says
 
 TERMS = Terms(timeout_s=1800.0)
 
@@ -224,3 +238,47 @@ def test_a_key_with_nothing_open_is_let_in_while_any_place_is_free_and_never_mor
     assert len(places) == sum(model.values()) <= 20
     if len(places) < 20:
         places.take("newcomer")
+
+
+# --- another router changes the weights of the fleet ---------------------------------------------------------------------
+
+
+def reports(bench: Bench, member: InstanceInfo, weights: str, now: float) -> list[Send]:
+    """A heartbeat says what the member computes with."""
+    others = (other for other in bench.members if other.role != member.role)
+    sends: list[Send] = []
+    for said in says(bench.core.fleet, member, *others):
+        if isinstance(said, Heartbeat):
+            said = msgspec.structs.replace(said, weights=Digest(weights))
+        sends += bench.core.receive(said, now)
+    return bench.place(sends, now)
+
+
+def test_a_request_that_comes_while_another_router_changes_the_weights_waits_and_is_placed_when_this_one_follows() -> None:
+    bench = Bench()
+    bench.members = [P0, D0]
+    for member in bench.members:
+        bench.core.receive(Register(instance=member, weights=Digest("old")), 0.0)
+    flush(bench.core.fleet, 0.0)
+    for member in (P0, D0, P0, D0):
+        reports(bench, member, "old", 0.1)
+    reports(bench, D0, "new", 1.0)
+    assert bench.core.unready() == [] and "requests wait: " in bench.core.degraded()[0]
+    assert generates(bench.submit(spec(), at=1.0)) == [], "half of the members is not more than half"
+    assert len(generates(reports(bench, P0, "new", 1.1))) == 1
+    assert bench.core.degraded() == []
+
+
+def test_an_instance_with_other_weights_than_the_fleet_keeps_nobody_waiting() -> None:
+    """It joined with them, so no other router has changed them."""
+    bench = Bench()
+    bench.members = [P0, D0]
+    bench.core.receive(Register(instance=P0, weights=Digest("old")), 0.0)
+    reports(bench, P0, "old", 0.1)
+    bench.core.fleet.weights._source = WeightsOnDisk("old")
+    bench.core.receive(Register(instance=D0, weights=Digest("other")), 0.2)
+    reports(bench, D0, "other", 0.3)
+    (reason,) = bench.core.unready()
+    assert "d0 is updating" in reason
+    with pytest.raises(Unavailable, match="d0 is updating"):
+        bench.submit(spec(), at=1.0)

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from common.ids import DETOKENIZER, ROUTER, InstanceId, Life, shard_of, text_name
 from common.instance.ports import Action, RouterJoined, RouterLost, Send
-from common.instance.request import LEAST_CHUNK_TOKENS, ChunkLimit, PromptProgress, Request, RequestPhase, next_chunks, token_work
+from common.instance.request import LEAST_CHUNK_TOKENS, ChunkLimit, PromptProgress, Request, RequestPhase, next_chunks
 from common.instance.requests import LAST_S, MEMORY_S, RequestTable
 from common.instance.token_memory import emit_tokens
 from common.instance.waiting_line import Rank
@@ -241,8 +241,12 @@ def test_every_token_is_planned_once_in_order_within_the_budget(lengths: list[in
 
 @pytest.mark.parametrize(("vocab_size", "work"), [(500, 1), (32_000, 1), (151_936, 5), (262_144, 9)])
 def test_a_position_whose_log_probabilities_are_told_counts_by_its_vocabulary(vocab_size: int, work: int) -> None:
-    assert token_work(replace(sampling(), prompt_logprobs=0), vocab_size) == work
-    assert token_work(sampling(), vocab_size) == 1
+    for asked, expected in ((replace(sampling(), prompt_logprobs=0), work), (sampling(), 1)):
+        made = Table()
+        request, _ = made.accept(replace(generate("r", 10), sampling=asked), None, 0.0)
+        assert request is not None
+        request.row = 3
+        assert request.begin_prompt(0, vocab_size).token_work == expected
 
 
 def test_the_tokens_of_one_step_are_one_message_for_each_detokenizer() -> None:
