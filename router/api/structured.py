@@ -26,7 +26,7 @@ Schema: TypeAlias = Annotated[
     dict[str, Any] | bool | str, Meta(description="A JSON schema, as an object or as its text. The answer validates against it.")
 ]
 Regex: TypeAlias = Annotated[
-    str, Meta(description="A regular expression that the whole answer matches; `.` is no end of a line.")
+    str, Meta(description="A regular expression that the whole answer matches; `.` does not match a line break.")
 ]
 Ebnf: TypeAlias = Annotated[str, Meta(description="An EBNF grammar as xgrammar reads it; `root` is what the answer matches.")]
 ChoiceOfTexts: TypeAlias = Annotated[
