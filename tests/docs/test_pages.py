@@ -3,6 +3,8 @@
 The pages of docs/reference say what the code says.
 """
 
+import ast
+import configparser
 import functools
 import importlib.util
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from common.instance.requests import LAST_S
 from launch.main import build_parser
 from tests.docs.reference import FOLDER, WIDTH, pages
 
@@ -109,6 +112,55 @@ def test_prose_is_narrow_enough_to_be_read_as_it_is(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "architecture"], ids=_name)
 def test_a_page_of_the_architecture_is_read_in_one_sitting(page: Path) -> None:
     assert len(page.read_text().splitlines()) <= 150
+
+
+@functools.cache
+def _texts_of_the_code() -> str:
+    """Every text that the code has, each on a line of its own. Texts that stand side by side are one."""
+    trees = (ast.parse(path.read_text()) for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return "\n".join(text.replace("%s", "…") for text in constants if isinstance(text, str))
+
+
+def test_every_message_that_the_page_of_messages_explains_is_one_of_the_code() -> None:
+    page = (ROOT / "docs/operate/troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    pieces = [piece.strip() for message in messages for piece in message.split("…")]
+    missing = [piece for piece in pieces if piece not in _texts_of_the_code()]
+    assert len(messages) >= 40 and not missing
+
+
+def test_every_flag_of_ours_in_the_table_for_users_of_others_exists() -> None:
+    known = set(re.findall(r"--[\w-]+", (FOLDER / "flags.md").read_text()))
+    table = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs/guides/coming-from.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    ours = {flag for line in table.splitlines()[1:] for flag in re.findall(r"--[\w-]+", re.split(r" {2,}", line)[2])}
+    assert len(ours) >= 20 and ours <= known
+
+
+def test_the_kv_of_a_token_in_the_table_of_models_follows_from_their_shapes() -> None:
+    rows = re.findall(
+        r"^\| \S+ \| ([\d.]+) \| ([\d.]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \|$",
+        (ROOT / "docs/guides/models.md").read_text(),
+        re.MULTILINE,
+    )
+    for parameters, weights, layers, heads, size, kv_kib, kv_gib in rows:
+        assert float(weights) == pytest.approx(2 * float(parameters))
+        kv_bytes = 2 * int(layers) * int(heads) * int(size) * 2
+        assert kv_bytes == int(kv_kib) * 1024
+        assert float(kv_gib) == pytest.approx(kv_bytes * 8192 / 2**30, abs=0.01)
+    assert len(rows) >= 10
+
+
+def test_the_unit_of_systemd_runs_commands_of_launch_and_leaves_a_drain_its_time() -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string((ROOT / "deploy/systemd/tandem@.service").read_text())
+    service = unit["Service"]
+    for role in ("router", "prefill", "decode"):
+        words = service["ExecStart"].replace("%i", role).split()
+        flags = PARSER.parse_args(words[1:])
+        assert float(service["TimeoutStopSec"]) > flags.drain_timeout_s + LAST_S
+    assert service["RestartPreventExitStatus"] == "2"
 
 
 def test_the_readme_is_read_in_a_few_minutes_and_its_links_lead_somewhere() -> None:
