@@ -143,13 +143,12 @@ class EngineConfig:
     )
     lora: str = option(
         "",
-        "LoRA adapters in PEFT's format that an instance loads at its start, such as name=folder,other=folder; needs "
-        "--max-loaded-loras",
+        "LoRA adapters in PEFT's format that an instance loads at its start, such as name=folder,other=folder",
     )
     max_loaded_loras: int = option(
         0,
         "most LoRA adapters that an instance holds in the host's memory, of which as much is kept free as they take with rank "
-        "--max-lora-rank; 0: none",
+        "--max-lora-rank; 0: those of --lora",
     )
     max_loras_per_batch: int = option(
         LORAS_PER_BATCH,
@@ -196,21 +195,27 @@ class EngineConfig:
     @property
     def lora_slots(self) -> int:
         """How many different adapters the rows of a batch can have."""
-        return min(self.max_loras_per_batch, self.max_loaded_loras)
+        return min(self.max_loras_per_batch, self.lora_places)
+
+    @property
+    def lora_places(self) -> int:
+        """How many adapters the instance holds at most."""
+        return self.max_loaded_loras or len(self.loras)
 
     def _check_loras(self) -> None:
         require_between(self, 0, MOST_LORAS, "max_loaded_loras")
         require_between(self, 1, MOST_LORA_RANK, "max_lora_rank")
-        if not self.max_loaded_loras:
-            refuse_without_effect(self, ("lora", "max_lora_rank", "max_loras_per_batch"), "without --max-loaded-loras")
-        require_between(self, 1, max(self.max_loaded_loras, LORAS_PER_BATCH), "max_loras_per_batch")
+        if not self.lora_places:
+            without = "without --max-loaded-loras or --lora"
+            refuse_without_effect(self, ("max_lora_rank", "max_loras_per_batch"), without)
+        require_between(self, 1, max(self.lora_places, LORAS_PER_BATCH), "max_loras_per_batch")
         named = self.loras
         is_whole = all(named) and all(named.values()) and len(named) == self.lora.count(",") + 1
         require(not self.lora or is_whole, "lora", "name=folder pairs with commas between them, each name once", self.lora)
         fitting = f"at most --max-loaded-loras {self.max_loaded_loras} adapters"
-        require(len(named) <= self.max_loaded_loras or not named, "lora", fitting, self.lora)
-        is_float = self.quantization != "fp8" or not self.max_loaded_loras
-        require(is_float, "quantization", "none or int8 with --max-loaded-loras", self.quantization)
+        require(len(named) <= self.lora_places, "lora", fitting, self.lora)
+        is_float = self.quantization != "fp8" or not self.lora_places
+        require(is_float, "quantization", "none or int8 with LoRA adapters", self.quantization)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def describe(
         device=memory.device,
         choices=choices,
         weights=weights,
-        max_adapters=engine.max_loaded_loras,
+        max_adapters=engine.lora_places,
         adapters_per_batch=engine.lora_slots,
     )
 

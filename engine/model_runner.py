@@ -368,7 +368,7 @@ class ModelRunner:
     # --- steps -------------------------------------------------------------------------------------------------------------
 
     def _make_adapters(self) -> AdapterSlots:
-        made = AdapterSlots(self._engine.lora_slots, self._engine.max_loaded_loras, self._engine.max_lora_rank)
+        made = AdapterSlots(self._engine.lora_slots, self._engine.lora_places, self._engine.max_lora_rank)
         made.attach(self.model, self._shape, self._kernels, self._dtype, self._device, self._group)
         return made
 

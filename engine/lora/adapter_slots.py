@@ -116,8 +116,8 @@ class AdapterSlots:
             return
         if not isinstance(shape, ModelShape) or not isinstance(model, Decoder):
             raise ConfigError(
-                f"--max-loaded-loras is not supported for {shape.architecture}, which transformers' implementation computes: "
-                f"leave it out"
+                f"LoRA is not supported for {shape.architecture}, which transformers' implementation computes: "
+                "leave out --lora and --max-loaded-loras"
             )
         self._ranks = self._ranks.to(device)
         share, dtype = share_of(shape, group.rank, group.ranks), torch.float32 if device.type == "cpu" else dtype

@@ -509,7 +509,7 @@ def test_folders_that_hold_no_adapter_say_what_they_lack(tmp_path: Path, loading
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lora": "a=b"}, "--lora has no effect without --max-loaded-loras"),
+        ({"lora": "a"}, "--lora must be name=folder pairs"),
         ({"max_lora_rank": 8}, "--max-lora-rank has no effect without"),
         ({"max_loras_per_batch": 2}, "--max-loras-per-batch has no effect without"),
         ({"max_loaded_loras": 9, "max_loras_per_batch": 10}, "--max-loras-per-batch must be between 1 and 9"),
@@ -517,7 +517,7 @@ def test_folders_that_hold_no_adapter_say_what_they_lack(tmp_path: Path, loading
         ({"max_loaded_loras": 1, "lora": "a"}, "--lora must be name=folder pairs"),
         ({"max_loaded_loras": 3, "lora": "a=b,a=c"}, "--lora must be name=folder pairs .* each name once"),
         ({"max_loaded_loras": 1, "lora": "a=b,c=d"}, "--lora must be at most --max-loaded-loras 1"),
-        ({"max_loaded_loras": 1, "quantization": "fp8"}, "--quantization must be none or int8 with --max-loaded-loras"),
+        ({"max_loaded_loras": 1, "quantization": "fp8"}, "--quantization must be none or int8 with LoRA adapters"),
         ({"max_loaded_loras": 1, "max_lora_rank": 8, "executor": "timed"}, "--max-lora-rank has no effect with --executor timed"),
     ],
 )
@@ -526,8 +526,15 @@ def test_options_that_do_not_fit_each_other_are_refused(fields: dict[str, Any], 
         EngineConfig(**fields)
 
 
+def test_without_a_number_of_places_an_instance_has_one_for_each_adapter_of_its_start() -> None:
+    engine = EngineConfig(lora="a=b,c=d", max_lora_rank=8)
+    assert (engine.lora_places, engine.lora_slots) == (2, 2)
+    assert EngineConfig(lora="a=b,c=d", max_loras_per_batch=1).lora_slots == 1
+    assert EngineConfig(lora="a=b", max_loaded_loras=4).lora_places == 4
+
+
 def test_a_model_of_transformers_implementation_cannot_have_adapters() -> None:
     slots, shape = AdapterSlots(1, 1, 8), SimpleNamespace(architecture="Gemma3ForCausalLM")
     attach: Any = partial(slots.attach, dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match="--max-loaded-loras is not supported for Gemma3ForCausalLM"):
+    with pytest.raises(ConfigError, match="LoRA is not supported for Gemma3ForCausalLM"):
         attach(object(), shape, object())
