@@ -113,7 +113,7 @@ class RouterCore:
         self.router = router
         self.unix_s = unix_s
         self.detokenizer_names = tuple(text_name(router, shard) for shard in range(len(detokenizers)))
-        self.fleet = Members(router, detokenizers, config, vocab_size)
+        self.fleet = Members(router, detokenizers, config, vocab_size, unix_s)
         recorder = SpanRecorder(unix_s)
         self.requests = RequestBook(router, self.fleet, observer, config, self.detokenizer_names, recorder)
         self.traces = Traces(router, self.detokenizer_names, self.fleet, recorder, unix_s)
@@ -238,11 +238,19 @@ class RouterCore:
         self.fleet.adapters.run(operation, answer, now)
         return self.follow_adapters(now)
 
+    def _resume_of(self, member: Member, now: float) -> list[Send]:
+        """Resume the requests of a member that is lost."""
+        requests = self.requests.needing(member)
+        if requests:
+            what = f"{len(requests)} of its requests are resumed"
+            self.fleet.history.tell("resumed", member.info.id, what, now)
+        return self.requests.member_lost(member, requests, now)
+
     def apply(self, change: Change, now: float) -> list[Send]:
         """Carry out what follows from a change of the fleet."""
         sends = list(change.sends)
         for member in change.lost:
-            sends += self.requests.member_lost(member, now)
+            sends += self._resume_of(member, now)
         if change.aborts:
             sends += self.requests.abort_all(now)
         if change.more_can_serve:

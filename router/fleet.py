@@ -18,6 +18,7 @@ differs; instances that are alike vote together, and a majority of them replaces
 push out a fleet by starting a larger one.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from random import Random
 from typing import NamedTuple, TypeVar, assert_never
@@ -53,6 +54,7 @@ from common.messages import (
 )
 from router.adapters import FleetAdapters
 from router.cache_index import CacheIndex
+from router.history import FleetHistory
 from router.members import Candidates, Change, Member, RolePace, difference, likeness, malformed
 from router.peering import Peering
 from router.tasks import FleetRoles, FleetTasks
@@ -86,6 +88,8 @@ up itself."""
 ANSWER_DIVISOR = 2
 """A heartbeat is not answered while the last answer is younger than this part of `dead_after_s`: an answer costs as much as a
 heartbeat."""
+IN_ORDER = "left"
+"""The reason of a member that was told to leave."""
 NAME_SHOWN, REASON_SHOWN = 64, 500
 """How many characters are kept of what a stranger says: it may be of any length."""
 
@@ -98,6 +102,8 @@ class Departure(NamedTuple):
 
     member: Member
     reason: str
+    at_s: float
+    """When, by the router's clock."""
     silent: bool
     """It may only have been unreachable; its next heartbeat makes it a member again."""
     is_quiet: bool = False
@@ -116,9 +122,15 @@ class Members:
     """Membership as a state machine."""
 
     def __init__(
-        self, router: InstanceId, detokenizers: Sequence[str], config: RouterConfig, vocab_size: int | None = None
+        self,
+        router: InstanceId,
+        detokenizers: Sequence[str],
+        config: RouterConfig,
+        vocab_size: int | None = None,
+        unix_s: float = 0.0,
     ) -> None:
-        """detokenizers: their addresses. vocab_size: of the router's tokenizer; None: any."""
+        """detokenizers: their addresses. vocab_size: of the router's tokenizer; None: any. unix_s: see `FleetHistory`."""
+        self.history = FleetHistory(unix_s)
         self._heartbeat_s, self._dead_after_s = config.heartbeat_s, config.dead_after_s
         self._welcome = Welcome(
             router=router,
@@ -201,7 +213,7 @@ class Members:
                 for member in list(self._members.values()):
                     change.lost.append(self._remove(member, "it differs from most that served here before", now, silent=False))
         if reason is not None:
-            return Change(self._refuse(message, reason))
+            return Change(self._refuse(message, reason, now))
         if known is not None and info.id in self._members:
             change.lost.append(self._remove(known, "replaced by a newer incarnation", now, silent=False))
         for member in change.lost:
@@ -255,6 +267,7 @@ class Members:
         if member.stuck and not was_stuck:
             change.lost.append(member)
         change.take(self.weights.heard(member, now))
+        self._note_state(member, now)
         change.sends += self.roles.heard(member)
         change.sends += self.tasks.heard(member) + self.adapters.reported(member, message.adapters_version, now)
         if (member.trouble is None and not took_requests) or more:
@@ -287,6 +300,13 @@ class Members:
                 assert_never(message)
         return Change()
 
+    def _note_state(self, member: Member, now: float) -> None:
+        """It may have come into trouble, or out of it."""
+        if member.state != member.told_state:
+            reason = "" if member.trouble is None else f": {member.trouble.reason}"
+            self.history.tell("state", member.info.id, f"{member.told_state} → {member.state}{reason}", now)
+            member.told_state = member.state
+
     def _judge(self, member: Member) -> None:
         """Something else than its report decides whether it takes requests."""
         member.judge()
@@ -308,7 +328,7 @@ class Members:
         member = self._sender(message)
         if member is None:
             return Change()
-        reason = message.reason or "left"
+        reason = message.reason or IN_ORDER
         change = Change(lost=[self._remove(member, reason, now, silent=False, is_quiet=message.is_quiet)])
         self._left(member, change, now)
         return change
@@ -332,6 +352,7 @@ class Members:
         member = self._find(instance)
         member.drain()
         self.candidates.judge(member)
+        self._note_state(member, now)
         change = Change([Send(instance, Drain(incarnation=member.info.incarnation))])
         return change.take(self.weights.heard(member, now))  # an update may have counted on it
 
@@ -413,7 +434,20 @@ class Members:
         self.peering.join(member)
         self.candidates.judge(member)
         self.caches.join(member)
+        self._note_join(member, former, now)
         return self._greet(member, message.address)
+
+    def _note_join(self, member: Member, former: Departure | None, now: float) -> None:
+        info, is_same = member.info, False
+        if former is not None:
+            is_same = is_of_one_process(former.member.life.incarnation, info.incarnation)
+        if former is not None and is_same and former.member.info.role != info.role:
+            changed = f"{former.member.info.role} → {info.role} in {now - former.at_s:.2f} s"
+            self.history.tell("role", info.id, changed, now)
+            return
+        again = "is back from" if former is not None else "joined from"
+        where = f"{again} {info.inbox.rpartition('/')[2]}"
+        self.history.tell("joined", info.id, f"{where} ({member.role}, {info.total_pages:,} pages)", now)
 
     def _remove(self, member: Member, reason: str, now: float, *, silent: bool, is_quiet: bool = False) -> Member:
         info = member.info
@@ -424,7 +458,11 @@ class Members:
         self._silence.clear(info.id)
         self._curious.pop(info.id, None)
         self._farewells.set(info.id, now + (SILENT_ROUTE_S if silent else LEFT_ROUTE_S))
-        for forgotten in _remember(self.departed, info.id, Departure(member, reason, silent, is_quiet), DEPARTED_REMEMBERED):
+        in_order = reason == IN_ORDER
+        said = ("drained and left" if is_quiet else "left") if in_order else f"is lost: {reason}"
+        self.history.tell("left", info.id, said, now, level=logging.INFO if in_order else logging.WARNING)
+        departure = Departure(member, reason, now, silent, is_quiet)
+        for forgotten in _remember(self.departed, info.id, departure, DEPARTED_REMEMBERED):
             self._farewells.clear(forgotten)
             self._moved[forgotten] = None
         self.peering.leave(member)
@@ -447,7 +485,7 @@ class Members:
 
     # --- refusals --------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, message: Register, reason: str) -> list[Send]:
+    def _refuse(self, message: Register, reason: str, now: float) -> list[Send]:
         """Send the refusal to the address that asked, under a name of its own: a member of the same id keeps its route."""
         info = message.instance
         self.refusals += 1
@@ -455,6 +493,9 @@ class Members:
         inbox, reason = _good_address(info.inbox), reason[:REASON_SHOWN]
         if name not in self.refused or self.refused[name].inbox != inbox:
             self._moved[name] = inbox
+        if name not in self.refused or self.refused[name].reason != reason:
+            who, where = info.id[:NAME_SHOWN], inbox or "an address that is none"
+            self.history.tell("refused", who, f"at {where} was refused: {reason}", now, level=logging.WARNING)
         self._moved |= dict.fromkeys(_remember(self.refused, name, RefusedInstance(inbox, reason), REFUSED_REMEMBERED))
         ends, life = self._is_replaced(info), info.incarnation
         refused = Refused(reason=reason, address=message.address, incarnation=life, id=info.id, final=ends)

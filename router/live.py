@@ -10,7 +10,8 @@ nor who looks.
 """
 
 import asyncio
-from collections import Counter, deque
+import logging
+from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
@@ -24,10 +25,12 @@ from common.ids import ROLES, InstanceId, RequestId
 from common.messages import WIRE_VERSION
 from router.attempts import Phase
 from router.core import RouterCore
+from router.fleet import Departure
+from router.history import FleetEvent
 from router.members import Member
 from router.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S, RouterMetrics
 from router.scaling import role_figures
-from router.timelines import AttemptTimeline, RequestTimes
+from router.timelines import AttemptTimeline, RequestTimes, ResumeReason
 
 
 class SafeToDelete(Struct, frozen=True):
@@ -52,7 +55,7 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
     for first in range(0, len(members), PIECE):
         pieces.append(b",".join([encode(_instance(member)) for member in members[first : first + PIECE]]))
         await asyncio.sleep(0)
-    departed = [(each.member.info, each.reason) for each in list(core.fleet.departed.values())[-DEPARTED_SHOWN:]]
+    departed = list(core.fleet.departed.values())[-DEPARTED_SHOWN:]
     phases = Counter(record.phase for record in core.requests.records())
     return {
         "router": {
@@ -74,9 +77,8 @@ async def cluster_page(core: RouterCore) -> dict[str, Any]:
             for shard, watch in enumerate(core.detokenizers)
         ],
         "instances": Raw(b"[" + b",".join(pieces) + b"]"),
-        "departed": [
-            {"id": info.id, "incarnation": info.incarnation, "role": info.role, "reason": reason} for info, reason in departed
-        ],
+        "departed": [_departed(each, core.unix_s) for each in departed],
+        "history": list(core.fleet.history.events),
         "refused": [{"id": name, "reason": refusal.reason} for name, refusal in core.fleet.refused.items()],
     }
 
@@ -88,7 +90,7 @@ def _instance(member: Member) -> dict[str, Any]:
     info, trouble = member.info, member.trouble
     return {name: getattr(info, name) for name in _SAID_OF_ITSELF} | {
         "role": member.role,
-        "state": _state(member),
+        "state": member.state,
         "reason": None if trouble is None else trouble.reason,
         "transport": info.pools[0].backend,
         "pages_free": member.load.pages_free,
@@ -107,13 +109,12 @@ MOST_LANES, MOST_OPEN_LANES = 100, 80
 KEPT_S = 6.0
 """How long a request that has ended is still shown."""
 MOST_ATTEMPTS_SHOWN = 4
-MOST_ENDED, MOST_LINKS, MOST_MARKS, MARKS_AT_ONCE = 256, 256, 64, 8
+MOST_ENDED, MOST_LINKS, MOST_MARKS = 256, 256, 64
 LINKED_INSTANCES = 64
 """In a larger fleet no single links are told."""
 ID_CHARS, TEXT_CHARS = 128, 200
 
 SegmentKind: TypeAlias = Literal["queue", "prefill", "push", "decode", "waits"]
-MarkKind: TypeAlias = Literal["joined", "left", "state", "role", "resumed"]
 Milliseconds: TypeAlias = int
 """Before (less than 0) or after the moment of the state."""
 
@@ -174,15 +175,6 @@ class RequestLane(msgspec.Struct, frozen=True, array_like=True):
     segments: list[LaneSegment]
 
 
-class FleetMark(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened. at: UNIX time of the state that showed it first."""
-
-    at: float
-    kind: MarkKind
-    who: str
-    text: str
-
-
 class LiveState(msgspec.Struct, frozen=True, tag="state"):
     """One moment. roster: the version by which the instances are read."""
 
@@ -203,7 +195,7 @@ class LiveState(msgspec.Struct, frozen=True, tag="state"):
     links: list[tuple[int, int, str, int]]
     """The places of source and target in the roster, the state, and bytes a second; 0: not measured."""
     lanes: list[RequestLane]
-    marks: list[FleetMark]
+    marks: list[FleetEvent]
 
 
 class LiveView:
@@ -212,10 +204,7 @@ class LiveView:
     def __init__(self, core: RouterCore, metrics: RouterMetrics, named: tuple[str, str, str, str], now: float) -> None:
         self._core, self._metrics, self._named = core, metrics, named
         self.roster = LiveRoster(0, core.router, *named, [])
-        self._marks: deque[FleetMark] = deque(maxlen=MOST_MARKS)
         self._looked_s = now
-        self._members: dict[InstanceId, tuple[str, str, str]] = {}
-        """Incarnation, role and state of each, by the state before."""
         self._resumes: dict[str, float] = {}
         self._lanes: dict[RequestId, RequestTimes] = {}
         self._in_front_s: dict[tuple[RequestId, int], float] = {}
@@ -225,8 +214,10 @@ class LiveView:
         """The state as it is now. The loop turns between two pieces of a large fleet."""
         core, at = self._core, round(now + self._core.unix_s, 3)
         members = list(core.fleet.members())
-        self._note_members(members, at)
-        self._note_resumes(at)
+        entries = [_entry(member) for member in members]
+        if not self.roster.version or entries != self.roster.instances:
+            self.roster = LiveRoster(self.roster.version + 1, core.router, *self._named, entries)
+        self._note_resumes(now)
         ended = list(core.requests.timelines.ended_since(self._looked_s))
         lanes, self._looked_s = self._choose_lanes(now), now
         figures: list[tuple[str | int, ...]] = []
@@ -246,45 +237,21 @@ class LiveView:
             instances=figures,
             links=_links(members),
             lanes=lanes,
-            marks=list(self._marks),
+            marks=list(core.fleet.history.events)[-MOST_MARKS:],
         )
 
     # --- what has happened -------------------------------------------------------------------------------------------------
 
-    def _note_members(self, members: list[Member], at: float) -> None:
-        """Compare them with those of the state before."""
-        entries, before = [_entry(member) for member in members], self._members
-        self._members = {each.info.id: (each.info.incarnation, each.role, _state(each)) for each in members}
-        is_first, found = not self.roster.version, list[tuple[MarkKind, str, str]]()
-        if is_first or entries != self.roster.instances:
-            self.roster = LiveRoster(self.roster.version + 1, self._core.router, *self._named, entries)
-        for name in before.keys() - self._members.keys():
-            gone = self._core.fleet.departed.get(name)
-            found.append(("left", name, "left" if gone is None else gone.reason))
-        for name, (life, role, state) in self._members.items():
-            former_life, former_role, former_state = before.get(name, ("", "", ""))
-            if former_role not in ("", role):
-                found.append(("role", name, f"{former_role} → {role}"))
-            elif former_life != life:
-                found.append(("joined", name, "was started again" if former_life else f"joined as {role}"))
-            elif former_state != state:
-                found.append(("state", name, f"{former_state} → {state}"))
-        for each in found[: 0 if is_first else MARKS_AT_ONCE]:
-            self._mark(at, *each)
-        if len(found) > MARKS_AT_ONCE and not is_first:
-            self._mark(at, "state", "", f"and {len(found) - MARKS_AT_ONCE} more changes")
-
-    def _note_resumes(self, at: float) -> None:
-        """Compare their counts with those before."""
+    def _note_resumes(self, now: float) -> None:
+        """Compare their counts with those before. Instances that are lost are told of with theirs."""
         samples = [sample for family in self._metrics.resumes.collect() for sample in family.samples]
         counts = {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}
         for reason, count in self._resumes.items():
-            if more := int(counts[reason] - count):
-                self._mark(at, "resumed", "", f"{more} resumed: {reason.replace('_', ' ')}")
+            more = int(counts[reason] - count)
+            if more and reason != ResumeReason.LOST_INSTANCE:
+                text = f"{more} resumed: {reason.replace('_', ' ')}"
+                self._core.fleet.history.tell("resumed", "", text, now, level=logging.NOTSET)
         self._resumes = counts
-
-    def _mark(self, at: float, kind: MarkKind, who: str, text: str) -> None:
-        self._marks.append(FleetMark(at, kind, who[:ID_CHARS], text[:TEXT_CHARS]))
 
     # --- requests ----------------------------------------------------------------------------------------------------------
 
@@ -382,8 +349,10 @@ def _ended(request: RequestTimes) -> tuple[float, float, bool]:
     return round(first_s - request.received_s, 4), round(token_s, 5), request.ending in ("stop", "length")
 
 
-def _state(member: Member) -> str:
-    return "live" if member.trouble is None else member.trouble.state
+def _departed(gone: Departure, unix_s: float) -> dict[str, Any]:
+    info = gone.member.info
+    at = round(gone.at_s + unix_s, 3)
+    return {"id": info.id, "incarnation": info.incarnation, "role": info.role, "reason": gone.reason, "at": at}
 
 
 def _entry(member: Member) -> tuple[str | int, ...]:
@@ -396,7 +365,7 @@ def _figures(member: Member) -> tuple[str | int, ...]:
     step_s = load.step_s + load.running_requests * load.decode_row_s + load.running_tokens * load.held_token_s
     pace_us = round(1e6 * (load.chunk_token_s if member.info.role == "prefill" else step_s))
     links = len(member.usable), len(member.partners)
-    return (_state(member), pace_us, *links, *_loads(load), *_done(member.counters))
+    return (member.state, pace_us, *links, *_loads(load), *_done(member.counters))
 
 
 def _links(members: list[Member]) -> list[tuple[int, int, str, int]]:

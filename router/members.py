@@ -276,6 +276,8 @@ class Member:
     trouble: Trouble | None = field(init=False)
     """Why it takes no requests; None when it takes them."""
     stuck: bool = field(init=False)
+    told_state: State = "live"
+    """The state that people were told of."""
     """It reports, but a step or transfer in it does not move: it will not serve what it was given."""
 
     def __post_init__(self) -> None:
@@ -385,6 +387,10 @@ class Member:
         if report.weight_changes >= self.weight_changes:
             self.weights, self.weight_version = report.weights, report.weight_version
             self.weight_changes = report.weight_changes
+
+    @property
+    def state(self) -> State:
+        return "live" if self.trouble is None else self.trouble.state
 
     def drain(self) -> None:
         """Give it no more requests."""

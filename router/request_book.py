@@ -297,10 +297,13 @@ class RequestBook:
 
     # --- resuming --------------------------------------------------------------------------------------------------------
 
-    def member_lost(self, member: Member, now: float) -> list[Send]:
-        """A member left the fleet or is stuck: resume the requests that cannot go on without it."""
+    def needing(self, member: Member) -> list[Attempt]:
+        """The attempts that cannot go on without this member."""
+        return [attempt for attempt in self._attempts() if member in attempt.needed]
+
+    def member_lost(self, member: Member, attempts: Sequence[Attempt], now: float) -> list[Send]:
+        """A member left the fleet or is stuck: resume the requests that need it."""
         setback = _lost(member.info.id, (member,))
-        attempts = [attempt for attempt in self._attempts() if member in attempt.needed]
         return [send for attempt in attempts for send in self._resume(attempt, setback, now)]
 
     def suspect(self, keys: Iterable[AttemptId], failure: str) -> None:

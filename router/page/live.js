@@ -125,7 +125,7 @@ function drawMarks(state) {
     make("b", "", who || kind),
     make("span", "", text),
   ])));
-  if (!shown.length) list.append(make("li", "quiet", "Nothing since this page was opened."));
+  if (!shown.length) list.append(make("li", "quiet", "Nothing has happened to the fleet yet."));
 }
 
 function connection(text, kind) {

@@ -13,7 +13,7 @@ import pytest
 
 from common.messages import Finished, Goodbye, Load, Register, Timeline, Times
 from router.api import views
-from router.live import MOST_LANES, LiveRoster, LiveState, LiveView
+from router.live import MOST_LANES, MOST_MARKS, LiveRoster, LiveState, LiveView
 from router.metrics import RouterMetrics
 from router.timelines import ResumeReason
 from tests.builders import instance, key
@@ -90,22 +90,25 @@ async def test_a_request_behind_another_one_queues_and_one_that_is_resumed_waits
     assert {lane.first for lane in both} == {"d1"}
 
 
-async def test_what_happened_to_the_fleet_is_marked_once_and_only_what_happened_while_somebody_looked() -> None:
+async def test_what_happened_to_the_fleet_is_marked_once_also_what_happened_before_anybody_looked() -> None:
     bench = Bench(P0, D0, D1)
     view, metrics = view_of(bench)
     metrics.resumed(ResumeReason.PREEMPTED)
-    assert (await view.look(1.0)).marks == []
+    assert [(mark.kind, mark.who) for mark in (await view.look(1.0)).marks] == [("joined", name) for name in ("p0", "d0", "d1")]
     bench.report(D1, 1.2, draining=True)
+    metrics.resumed(ResumeReason.PREEMPTED)
     metrics.resumed(ResumeReason.LOST_INSTANCE)
-    marks = [(mark.kind, mark.who, mark.text) for mark in (await view.look(2.0)).marks]
-    assert marks == [("state", "d1", "live → draining"), ("resumed", "", "1 resumed: lost instance")]
+    marks = [(mark.kind, mark.who, mark.text) for mark in (await view.look(2.0)).marks][3:]
+    expected = "live → draining: it is leaving the fleet"
+    assert marks == [("state", "d1", expected), ("resumed", "", "1 resumed: preempted")]
     version = view.roster.version
     bench.core.receive(Goodbye(id=D1.id, incarnation=D1.incarnation, reason="its node is gone"), 2.5)
     bench.core.receive(Register(instance=instance("d0", "prefill", "2")), 2.6)
     state = await view.look(3.0)
-    assert [(mark.kind, mark.who, mark.text) for mark in state.marks[2:]] == [
-        ("left", "d1", "its node is gone"),
-        ("role", "d0", "decode → prefill"),
+    assert [(mark.kind, mark.who, mark.text) for mark in state.marks[5:]] == [
+        ("left", "d1", "is lost: its node is gone"),
+        ("left", "d0", "is lost: replaced by a newer incarnation"),
+        ("joined", "d0", "is back from 127.0.0.1:12 (prefill, 64 pages)"),
     ]
     assert state.roster == view.roster.version == version + 1
     assert (await view.look(4.0)).marks == state.marks
@@ -138,8 +141,8 @@ async def test_a_state_of_hundreds_of_instances_and_of_requests_is_bounded() -> 
     assert len(msgspec.json.encode(state)) < 40_000
     for member in members:
         bench.core.receive(Goodbye(id=member.id, incarnation=member.incarnation), 1.5)
-    marks = (await view.look(2.0)).marks
-    assert len(marks) == 9 and "292 more" in marks[-1].text
+    state = await view.look(2.0)
+    assert len(state.marks) == MOST_MARKS and len(msgspec.json.encode(state)) < 40_000
 
 
 # --- who looks, and what that costs --------------------------------------------------------------------------------------------
