@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
-from xgrammar import GrammarMatcher, TokenizerInfo, VocabType
+from xgrammar import GrammarMatcher
 
 from common.errors import BadRequest, TandemError
 from common.executor import RowStart
 from common.model_path import resolve_model_path
 from common.sampling_params import Grammar, SamplingParams
 from engine.grammar import masks
-from engine.grammar.compiler import Compiler, GrammarVocabulary
-from engine.grammar.masks import GrammarProcessor, Utf8, load_mask_kernel
+from engine.grammar.masks import GrammarProcessor, Utf8
 from engine.ports import SampledRows
 from tests.engine.grammar.judge import COMPILER, EOS, VOCAB, VOCABULARY, json_schema, next_tokens, structural_tag
 from tests.random_schemas import random_schema
@@ -302,37 +301,6 @@ def test_answers_of_random_logits_to_random_schemas_validate() -> None:
     assert len(ended) > rows // 2, "most end: random logits prefer long answers"
     for row in ended:
         assert jsonschema_rs.is_valid(schemas[row], json.loads(text(answers[row]))), (schemas[row], text(answers[row]))
-
-
-# --- vocabularies of any size ------------------------------------------------------------------------------------------------
-
-
-def vocabulary(size: int) -> list[bytes]:
-    """Words, numbers and bytes, then words that no answer needs, and a stop token at the end."""
-    pieces = [bytes([byte]) for byte in range(256)]
-    pieces += [b"%d" % number for number in range(10, min(1000, size // 3))]
-    pieces += [b" word%d" % number for number in range(size - 1 - len(pieces))]
-    return [*pieces, b"</s>"]
-
-
-@pytest.mark.parametrize("size", [2688, 2689, 2720, 2721, 32001, 49155, 50257, 151936, 262144])
-def test_masks_are_those_of_the_grammar_whatever_the_size_of_the_vocabulary(size: int) -> None:
-    """Beside a brute force: the tokens whose bytes a text of the grammar can go on with. More rows than are filled alone."""
-    texts = vocabulary(size)
-    compiler = Compiler(GrammarVocabulary(TokenizerInfo(texts, VocabType.RAW, vocab_size=size, stop_token_ids=[size - 1]), ()))
-    one = GrammarProcessor(cache(compiler.compile_unchecked), 16, size, (size - 1,), torch.device("cpu"))
-    load_mask_kernel(size, torch.device("cpu"))
-    for rows in (list(range(masks.FEW_ROWS)), list(range(3, 3 + 2 * masks.FEW_ROWS + 1))):
-        one.start([start(row, Grammar("regex", f"[1-{1 + row % 9}][0-9]{{3}}"), []) for row in rows])
-        logits, host = torch.zeros(len(rows), size), np.array(rows)
-        at = np.arange(len(rows))
-        sampled = SampledRows(host, torch.from_numpy(host), at, torch.from_numpy(at))
-        one.apply(logits, sampled)
-        assert sampled.failed == {}
-        for place, row in enumerate(rows):
-            begins = re.compile(rb"[1-%d][0-9]{0,3}" % (1 + row % 9))
-            expected = [token for token, piece in enumerate(texts) if begins.fullmatch(piece)]
-            assert torch.isfinite(logits[place]).nonzero().ravel().tolist() == expected
 
 
 # --- matchers that raise -----------------------------------------------------------------------------------------------------
