@@ -212,6 +212,34 @@ def test_the_charts_keys_are_a_secret_that_only_root_reads_and_must_be_given() -
 
 
 @needs_helm
+def test_what_an_operator_adds_reaches_the_pods_and_is_valid() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    added = "image.pullSecrets[0].name=registry,model.claim=,model.tokenSecret=hf"
+    for role in ("prefill", "decode"):
+        added += f",{role}.env[0].name=NCCL_DEBUG,{role}.env[0].value=INFO,{role}.cacheClaim=kernels,{role}.podAnnotations.a=b"
+        added += f",{role}.extraVolumes[0].name=more,{role}.extraVolumeMounts[0].name=more"
+        added += f",{role}.extraVolumeMounts[0].mountPath=/more"
+    manifests = rendered(MADE, added)
+    (budget,) = [each for each in manifests if each["kind"] == "PodDisruptionBudget"]
+    for version in VERSIONS:
+        kubernetes_validate.validate(budget, version, strict=True)
+    found = dict(pods(manifests))
+    for name, template in found.items():
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name}, "template": template}
+        kubernetes_validate.validate(pod, VERSIONS[-1], strict=True)
+        assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    for role in ("prefill", "decode"):
+        template = found[f"tandem-{role}"]
+        (container,) = template["spec"]["containers"]
+        assert {"HF_TOKEN", "NCCL_DEBUG"} <= {each["name"] for each in container["env"]}
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        assert volumes["cache"]["persistentVolumeClaim"] == {"claimName": "kernels"}
+        assert "models" not in volumes and "more" in volumes
+        assert "/more" in {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert template["metadata"]["annotations"] == {"a": "b"}
+
+
+@needs_helm
 def test_a_gateway_that_is_named_leads_what_is_for_clients_to_the_routers_service() -> None:
     manifests = rendered(EVERYTHING)
     (route,) = [each["spec"] for each in manifests if each["kind"] == "HTTPRoute"]

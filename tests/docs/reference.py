@@ -59,11 +59,28 @@ def escape(text: str) -> str:
     return "".join(part if part.startswith("`") else html.escape(part, quote=False).replace("*", "\\*") for part in parts)
 
 
+MATTERS = (
+    "model",
+    "served-name",
+    "prefill",
+    "decode",
+    "tp",
+    "kv-memory",
+    "context-tokens",
+    "max-running",
+    "chunk-tokens",
+    "cluster-key",
+)
+"""Flags that most fleets need."""
+
+
 def flags_page() -> str:
     commands = dict(_commands(build_parser(), ""))
     lines = ["# Flags", "", MADE, "", paragraph("Each entry: the flag, its default, and the commands that take it.")]
     lines += ["", "A flag can be given [in a file and as a variable](../operate/configuration.md) too."]
     lines += ["", paragraph("`--insecure`, and any other flag whose values are on and off, means `on` when it is given alone.")]
+    named = ", ".join(f"`--{name}`" for name in MATTERS)
+    lines += ["", paragraph(f"The ten flags that matter most: {named}. The others have defaults that most fleets keep.")]
     shared = {name for names in FAMILIES.values() for name in names}
     for title, names in FAMILIES.items():
         lines += ["", f"## {title}", ""]

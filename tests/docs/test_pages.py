@@ -17,7 +17,7 @@ import pytest
 
 from common.instance.requests import LAST_S
 from launch.main import build_parser
-from tests.docs.reference import FOLDER, WIDTH, pages
+from tests.docs.reference import FOLDER, MATTERS, WIDTH, pages
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -206,6 +206,10 @@ def test_every_line_is_narrow_enough_to_be_read_as_it_is(written: dict[str, str]
 def test_a_flag_that_several_commands_take_stands_once(written: dict[str, str]) -> None:
     fleets = written["flags.md"].partition("## Benchmarks under load")[0]
     assert fleets.count("**`--model`**") == 1 and "**`--port`** (`8000`) [local, ray, router]:" in fleets
+
+
+def test_the_flags_that_matter_most_exist(written: dict[str, str]) -> None:
+    assert len(MATTERS) == 10 and all(f"**`--{name}`**" in written["flags.md"] for name in MATTERS)
 
 
 def test_a_field_is_there_with_its_limits_and_its_meaning(written: dict[str, str]) -> None:

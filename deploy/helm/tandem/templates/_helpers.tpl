@@ -27,10 +27,37 @@ capabilities:
 {{- end }}
 
 {{- define "tandem.modelVolume" -}}
+{{- with .Values.model.claim }}
 - name: models
   persistentVolumeClaim:
-    claimName: {{ .Values.model.claim }}
+    claimName: {{ . }}
     readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "tandem.modelMount" -}}
+{{- if .Values.model.claim }}
+- name: models
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- /* HF_TOKEN, for a model that asks for a login. */ -}}
+{{- define "tandem.modelToken" -}}
+{{- with .Values.model.tokenSecret }}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ . }}
+      key: token
+{{- end }}
+{{- end }}
+
+{{- define "tandem.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{- /* The control address of each router. */ -}}
