@@ -5,7 +5,6 @@ Owns no command. Imports nothing heavy.
 """
 
 import argparse
-import difflib
 import shlex
 import shutil
 import sys
@@ -20,6 +19,7 @@ from common.addresses import bind_address, check_address
 from common.config import AccessConfig, SecurityConfig
 from common.options import ConfigClass, add_flags, read_config, to_flags
 from launch.child import BAD_FLAG
+from launch.suggestions import COMMANDS_OF_OTHERS, suggest
 
 SWITCHES = {
     "--quick": "take less than a minute, to show that everything works: flags that are not given get small values",
@@ -91,9 +91,10 @@ class CommandParser(argparse.ArgumentParser):
                 setattr(read, name, settable[name].default)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            named = flags[0] if flags else unknown[0]
-            what = "is not a flag of this command" if flags else "follows no flag that takes it"
-            self.error(f"{named} {what}{nearest(named, self._option_string_actions)}")
+            if flags:
+                self.error(f"{flags[0]} is not a flag of this command{suggest(flags[0], self._option_string_actions)}")
+            is_model = "--model" in self._option_string_actions
+            self.error(f"unexpected argument {unknown[0]}{f'; did you mean --model {unknown[0]}?' if is_model else ''}")
         return read, unknown
 
     @property
@@ -115,14 +116,10 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]
-            near = nearest(str(value), choices)
+            if "local" in choices and value in COMMANDS_OF_OTHERS:
+                self.error(f"there is no command {value}; did you mean launch {COMMANDS_OF_OTHERS[value]}?")
+            near = suggest(str(value), choices)
             raise argparse.ArgumentError(action, f"must be one of {', '.join(choices)}; it is {value!r}{near}")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a message about a word that is none of these."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 class ShowVersion(argparse.Action):

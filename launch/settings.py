@@ -16,7 +16,8 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.processes.child import KILLED_WITH, ORDER_FD, REPORT_FD
-from launch.commands import CommandParser, nearest
+from launch.commands import CommandParser
+from launch.suggestions import suggest
 
 PREFIX = "TANDEM_"
 COMMAND_LINE, DEFAULT = "the command line", "default"
@@ -114,7 +115,7 @@ def _variables(commands: Mapping[str, CommandParser], environment: Mapping[str, 
             raise ConfigError(f"{name} is from Kubernetes, for a Service of that name: give the pod enableServiceLinks: false")
     for name in given:
         if name not in known:
-            raise ConfigError(f"{name} is set, which is the variable of no flag{nearest(name, known)}")
+            raise ConfigError(f"{name} is set, which is the variable of no flag{suggest(name, known)}")
     return {known[name]: name for name in given}
 
 
@@ -136,14 +137,14 @@ def _read_file(file: str, commands: Mapping[str, CommandParser]) -> dict[str, di
             flags = {name for taker in commands.values() for name in taker.settable}
             if table.rpartition(".")[2].replace("-", "_") in flags:
                 raise ConfigError(f"{where} is a flag: it must be a text in quotes, not a table")
-            raise ConfigError(f"{where} is no command of launch{nearest(table, commands)}")
+            raise ConfigError(f"{where} is no command of launch{suggest(table, commands)}")
         takers = [commands[table]] if table else [*commands.values()]
         known = {name: taker for taker in takers for name in taker.settable if name != "config"}
         read[table] = {}
         for key, value in keys.items():
             name = key.replace("-", "_")
             if name not in known:
-                raise ConfigError(f"{where}: {key} is not a flag of {'this' if table else 'any'} command{nearest(name, known)}")
+                raise ConfigError(f"{where}: {key} is not a flag of {'this' if table else 'any'} command{suggest(name, known)}")
             if name in read[table]:
                 raise ConfigError(f"{where}: {key} is there twice, with - and with _")
             read[table][name] = _value(known[name], name, _spelled(known[name].settable[name], key, value, where), where)

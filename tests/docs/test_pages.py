@@ -17,6 +17,7 @@ import pytest
 
 from common.instance.requests import LAST_S
 from launch.main import build_parser
+from launch.suggestions import COMMANDS_OF_OTHERS, OTHER_MEANING, SAME_MEANING
 from tests.docs.reference import FOLDER, MATTERS, WIDTH, pages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,11 +131,27 @@ def test_every_message_that_the_page_of_messages_explains_is_one_of_the_code() -
     assert len(messages) >= 40 and not missing
 
 
-def test_every_flag_of_ours_in_the_table_for_users_of_others_exists() -> None:
-    known = set(re.findall(r"--[\w-]+", (FOLDER / "flags.md").read_text()))
+def test_the_table_for_users_of_others_says_what_launch_suggests_for_their_flags() -> None:
     table = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs/guides/coming-from.md").read_text(), re.MULTILINE | re.DOTALL)[0]
-    ours = {flag for line in table.splitlines()[1:] for flag in re.findall(r"--[\w-]+", re.split(r" {2,}", line)[2])}
-    assert len(ours) >= 20 and ours <= known
+    rows = [re.split(r" {2,}", line) for line in table.splitlines()[1:]]
+    assert len(rows) >= 20
+    for *theirs, ours in rows:
+        for name in set(theirs) - _flags_of_local() - {"-"}:
+            said = SAME_MEANING.get(name) or OTHER_MEANING[name]
+            assert re.findall(r"--[\w-]+", ours)[:1] == re.findall(r"--[\w-]+", said)[:1] or not ours.startswith("--"), name
+
+
+def test_every_suggestion_for_a_flag_of_others_names_flags_of_ours_and_hides_none() -> None:
+    for theirs, said in {**SAME_MEANING, **OTHER_MEANING}.items():
+        named = re.findall(r"--[a-z][\w-]+", said)
+        assert named and set(named) <= _flags_of_local(), theirs
+        assert theirs not in _flags_of_local()
+    for command in COMMANDS_OF_OTHERS.values():
+        assert PARSER.parse_args(command.split()[:1])
+
+
+def _flags_of_local() -> set[str]:
+    return set(PARSER.parse_args(["local"]).parser._option_string_actions)
 
 
 def test_the_kv_of_a_token_in_the_table_of_models_follows_from_their_shapes() -> None:
