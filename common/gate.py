@@ -39,7 +39,9 @@ _log = logging.getLogger(__name__)
 
 
 class Tally:
-    """Counts by reason. Logs each reason when it first happens, and then at most every `_LOG_EVERY_S`. For any thread."""
+    """Counts by reason. Logs each reason when it first happens, and then at most every `_LOG_EVERY_S`. For any thread.
+
+    what: how the line in the log begins, before the detail."""
 
     def __init__(self, what: str) -> None:
         self._lock = threading.Lock()
@@ -59,7 +61,7 @@ class Tally:
             if now < self._quiet_until.get(reason, 0.0):
                 return
             self._quiet_until[reason] = now + _LOG_EVERY_S
-        _log.warning("%s (%s, %d so far): %s", self._what, reason, count, detail)
+        _log.warning("%s %s (%s, %s so far)", self._what, detail, reason, f"{count:,}")
 
 
 HANDSHAKE_MS = 5_000
@@ -67,7 +69,9 @@ HANDSHAKE_MS = 5_000
 REPORTS = 1_000
 """Most reports that wait to be read, at each end."""
 
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""What `_answer` refuses is counted there."""
+_REPORTED = _FAILURES | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=HI")
 _WRONG_KEY = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 _OTHER_MECHANISM = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
@@ -93,10 +97,14 @@ class Gate:
         self._key = key
         self._turned_away = turned_away
         inbox.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        inbox.monitor("inproc://handshakes", _FAILURES)
+        inbox.monitor("inproc://handshakes", _REPORTED)
         self._reports = context.socket(zmq.PAIR)
         self._reports.setsockopt(zmq.RCVHWM, REPORTS)
         self._reports.connect("inproc://handshakes")
+        self._peers: dict[int, str] = {}
+        """The address of each connection's other end, by file descriptor."""
+        self._failed: _Failure | None = None
+        """A handshake that has failed, on the connection that ZeroMQ closes next."""
         self._questions: zmq.Socket[bytes] | None = None
         self._welcome = b""
         if key is not None:
@@ -140,21 +148,59 @@ class Gate:
                 each.close(linger=0)
 
     def _answer(self, questions: "zmq.Socket[bytes]") -> None:
-        version, number, _domain, _address, _identity, mechanism, *credentials = questions.recv_multipart()
+        version, number, _domain, address, _identity, mechanism, *credentials = questions.recv_multipart()
         welcome = mechanism == b"CURVE" and credentials == [self._welcome]
+        if not welcome:
+            self._turned_away("wrong key", f"{address.decode(errors='replace')}: {_OTHER_KEY}")
         status, text = (b"200", b"OK") if welcome else (b"400", b"unknown key")
         questions.send_multipart([version, number, status, text, b"", b""])
 
     def _read_report(self) -> None:
+        """ZeroMQ closes a connection right after it has reported that its handshake failed, and only then says which it was.
+        Reports may be missing, beyond REPORTS: a failure is counted all the same."""
         event, value = _EVENT.unpack(self._reports.recv_multipart(zmq.NOBLOCK)[0])
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _WRONG_KEY:
-            self._turned_away("wrong key", "a connection has another cluster key than this process")
-        elif value == _OTHER_MECHANISM:
-            has = "no cluster key, and this process has one" if self._key else "a cluster key, and this process has none"
-            # or "handshake", if the other end saw this first and has hung up
-            self._turned_away("no key" if self._key else "needless key", f"a connection has {has}")
-        else:
-            self._turned_away("handshake", "a connection was closed before it had shown that it belongs to the fleet")
+        failed, self._failed = self._failed, None
+        peer = self._peers.pop(value, _UNKNOWN) if event == zmq.EVENT_DISCONNECTED else _UNKNOWN
+        if failed is not None:
+            self._turned_away(failed.reason, f"{peer}: {failed.detail}")
+        if event == zmq.EVENT_ACCEPTED:
+            self._peers[value] = _other_end(value)
+        elif event & _FAILURES:
+            self._failed = self._failure(value)
+
+    def _failure(self, error: int) -> "_Failure":
+        if error == _WRONG_KEY:
+            return _Failure("wrong key", _OTHER_KEY)
+        if error == _OTHER_MECHANISM:  # or "handshake", if the other end saw this first and has hung up
+            if self._key is None:
+                return _Failure("needless key", "it has a cluster key, and this process has none")
+            return _Failure("no key", "it has no cluster key, and this process has one")
+        return _Failure("handshake", "the connection was closed before it had shown that it belongs to the fleet")
+
+
+_OTHER_KEY = "its cluster key differs from ours"
+_UNKNOWN = "an unknown address"
+
+
+class _Failure(NamedTuple):
+    """Why a handshake failed."""
+
+    reason: str
+    detail: str
+
+
+def _other_end(descriptor: int) -> str:
+    """The address of a connection that ZeroMQ has accepted. It may be closed by now."""
+    try:
+        line = socket.socket(fileno=descriptor)
+    except OSError:
+        return _UNKNOWN
+    try:
+        return str(line.getpeername()[0])
+    except (OSError, IndexError):
+        return _UNKNOWN
+    finally:
+        line.detach()  # it is ZeroMQ's
 
 
 def _public_bytes(secret: bytes) -> bytes:

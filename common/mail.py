@@ -145,8 +145,8 @@ class Mailbox(Generic[M]):
         """The message that was sent last, and its frame: the same object often goes to many."""
         self._latest_frame = b""
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(inbox)
-        self._refused = Tally("a frame or a connection was refused")
-        self._lost = Tally("a message was not sent")
+        self._refused = Tally("rejected")
+        self._lost = Tally("a message was not sent:")
         self._outboxes: dict[InstanceId, _Outbox] = {}
         """By name; those with the same address are the same."""
         self._at: dict[str, _Outbox] = {}
@@ -275,7 +275,7 @@ class Mailbox(Generic[M]):
                     self._outboxes[sender].version = version
                 mail.append((sender, decode_body(self._decoder, sender, body)))
             except FrameRefused as error:
-                self._refused.add(error.reason, str(error))
+                self._refused.add(error.reason, f"a frame: {error}")
         return mail
 
     def wait(self, timeout_s: float) -> None:

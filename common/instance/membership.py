@@ -172,6 +172,8 @@ OVER_S = 60.0
 later, where an address moves between routers."""
 OVER_REMEMBERED = 4
 """How many such lives a membership remembers."""
+WARN_AFTER_S, WARN_EVERY_S = 5.0, 30.0
+"""When the log says that a router does not answer, and how often again."""
 TIMELINES_AT_ONCE, TIMELINES_WAITING = 256, 4_096
 """How many timelines go with a heartbeat, and how many wait for one."""
 
@@ -201,6 +203,8 @@ class Membership:
         self.timelines_dropped = 0
         """The oldest, when too many waited."""
         self._unanswered_s = 0.0
+        self._warn_s: float | None = None
+        """When to warn next. None: the router answers."""
 
     @property
     def joined(self) -> bool:
@@ -216,6 +220,19 @@ class Membership:
     def was_welcome(self) -> bool:
         """Whether any life of the router has welcomed us here."""
         return self._latest is not None
+
+    def warn_of_silence(self, now: float) -> None:
+        """Say in the log that the router does not answer us, or refuses us, for as long as it is so."""
+        if self.joined:
+            self._warn_s = None
+        elif self._warn_s is None:
+            self._warn_s = now + WARN_AFTER_S
+        elif now >= self._warn_s:
+            self._warn_s = now + WARN_EVERY_S
+            if self.refusal is None:
+                _log.warning("the router at %s does not answer: %s", self.address, CHECKS)
+            else:
+                _log.warning("the router at %s still refuses us: %s", self.address, self.refusal)
 
     def is_over(self, router: InstanceId, now: float) -> bool:
         """Whether this life of the router has had a successor a short time ago: what it said is only late."""
@@ -302,6 +319,12 @@ class Membership:
         )
         return Send(self.name, goodbye)
 
+
+CHECKS = (
+    "is --router right, is it running, and do both sides have the same --cluster-key, or none? (the log of a router names those "
+    "that it turns away)"
+)
+"""What to look at when a router does not answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -413,10 +436,9 @@ class Memberships:
         """The routers that have been silent for too long."""
         if self._give_up_s is not None and now >= self._give_up_s:
             asked = ", ".join(one.address if one.refusal is None else f"{one.address} ({one.refusal})" for one in self._all)
-            raise PeerRefused(
-                f"no router answered the registration in time, of {asked}: is --router right, is it running, and do both sides "
-                "have the same --cluster-key, or none? (the log of a router counts those that it turns away)"
-            )
+            raise PeerRefused(f"no router answered the registration in time, of {asked}: {CHECKS}")
+        for one in self._all:
+            one.warn_of_silence(now)
         return [change for one in self._all if one.abandoned for change in self._lose(one, now)]
 
     def receive_peers(self, router: InstanceId, message: Peers, now: float) -> PeersChanged | None:

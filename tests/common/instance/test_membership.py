@@ -234,6 +234,30 @@ def test_one_that_is_there_and_does_not_answer_is_asked_more_and_more_seldom() -
     assert pauses[0] == REGISTER_EVERY_S and pauses == sorted(pauses) and pauses[-1] == SELDOM_EVERY_S
 
 
+def test_the_log_names_a_router_that_does_not_answer_after_5_s_and_every_30_s_until_it_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    members = Memberships(INFO, [HERE, THERE], startup_timeout_s=600.0, now=100.0)
+    members.receive(WELCOME, 100.0)
+
+    def warned(seconds: range) -> list[int]:
+        caplog.clear()
+        at = []
+        for second in seconds:
+            before = len(caplog.messages)
+            members.check(100.0 + second)
+            at += [second] * (len(caplog.messages) - before)
+        return at
+
+    assert warned(range(80)) == [5, 35, 65]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert all(f"the router at {THERE} does not answer: is --router right" in said for said in caplog.messages)
+    members.receive(Refused(reason="other pages", address=THERE), 180.0)
+    assert warned(range(81, 130)) == [95, 125] and "still refuses us: other pages" in caplog.messages[-1]
+    members.receive(OTHER, 230.0)
+    assert warned(range(130, 240)) == []
+
+
 def test_one_registration_waits_for_a_router_that_is_down_and_it_is_asked_soon_when_it_is_back() -> None:
     members = Memberships(INFO, [HERE], startup_timeout_s=5.0, now=100.0)
     (here,) = members
