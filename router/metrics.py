@@ -19,11 +19,12 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Literal, get_args, get_type_hints
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Info, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from common import own_version
 from common.config import MetricAliasNames
 from common.ids import ROLES
 from common.instance.ports import Mail
@@ -165,6 +166,8 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        Info("tandem_build", "The release that this router is of.", registry=registry).info({"version": own_version()})
 
         def histogram(name: str, what: str, buckets: Sequence[float] = LATENCY_BUCKETS_S) -> Histogram:
             return Histogram(name, what, buckets=buckets, registry=registry)

@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from common import own_version
 from common.config import MetricAliasNames, RouterConfig
 from common.ids import DETOKENIZER, InstanceId
 from common.messages import Counters, DetokenizerHeartbeat, Drain, FlushCache, LinkInfo, LinkTraffic, Load, Register
@@ -208,6 +209,8 @@ async def test_metrics_count_responses_endings_and_what_instances_report(site: S
     assert metric(text, "tandem_time_to_first_token_seconds_count") == 1
     assert metric(text, "tandem_inter_token_latency_seconds_count") == 4
     assert metric(text, "tandem_requests_open") == 0
+    assert metric(text, f'tandem_build_info{{version="{own_version()}"}}') == 1
+    assert metric(text, "process_resident_memory_bytes") > 0 and "process_cpu_seconds_total" in text
     assert metric(text, 'tandem_instance_bytes_pushed_total{instance="p0",role="prefill"}') == 0
     assert metric(text, 'tandem_instance_up{instance="d0",role="decode"}') == 1
 
