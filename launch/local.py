@@ -439,10 +439,10 @@ class ChildFleet:
         for name in self._own_urls:
             self._routers[name].order(MeetRouters(urls=tuple(url for other, url in self._own_urls.items() if other != name)))
 
-    def _tell(self, name: str, became: str, account: str) -> None:
+    def _tell(self, name: str, became: str, account: str, level: int) -> None:
         reason, _, _ = account.partition("\n")
         print(f"{name:<12} {became}: {reason}", flush=True)
-        _log.error("%s %s: %s", name, became, account)
+        _log.log(level, "%s %s: %s", name, became, account)
 
     def _show(self, child: str, report: LaunchReport) -> None:
         match report:

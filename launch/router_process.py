@@ -250,10 +250,10 @@ class KeptDetokenizer:
         if (deadline := self._supervisor.next_deadline()) is not None:
             self._timer = self._loop.call_later(max(0.0, deadline - time.monotonic()), self._turn)
 
-    def _tell(self, name: str, became: str, account: str) -> None:
+    def _tell(self, name: str, became: str, account: str, level: int) -> None:
         reason, _, _ = account.partition("\n")
         self._say(f"{name} {became}: {reason}")
-        _log.error("%s %s: %s", name, became, account)
+        _log.log(level, "%s %s: %s", name, became, account)
 
     def _introduce(self) -> None:
         """Tell a new detokenizer where the router is, and the router where it is, so that it learns about all open requests."""

@@ -11,6 +11,7 @@ what tells people. Does not know what a part is for.
                   free memory                       been ready for a minute
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -51,11 +52,11 @@ class Supervisor:
     """The parts of a whole, each of which somebody else starts for the first time.
 
     start: starts the part of that name again, as it was started before; raises OSError when it cannot. tell: what became of the
-    part of that name, and what is known of the reason in one or more lines.
+    part of that name, what is known of the reason in one or more lines, and the level at which logs have it.
     """
 
     def __init__(
-        self, parts: Sequence[SupervisedChild], start: Callable[[str], object], tell: Callable[[str, str, str], object]
+        self, parts: Sequence[SupervisedChild], start: Callable[[str], object], tell: Callable[[str, str, str, int], object]
     ) -> None:
         self._parts = {part.name: part for part in parts}
         self._start = start
@@ -96,11 +97,12 @@ class Supervisor:
     def _ended(self, event: Exited, now: float) -> None:
         """Raises GivenUp."""
         part, reason = self._parts[event.child], f"{event.child} ended: {event.account}"
+        level = logging.ERROR
         if not self._started:
             raise GivenUp(reason, BAD_FLAG if event.status == BAD_FLAG else 1)
         if event.status == 0 and part.drains:
             del self._parts[part.name]
-            became = "has left as it was told, and is not started again"
+            became, level = "has left as it was told, and is not started again", logging.INFO
         elif event.status == BAD_FLAG:
             del self._parts[part.name]
             if all(other.kind != part.kind for other in self._parts.values()):
@@ -112,4 +114,4 @@ class Supervisor:
             self._backoff_s[part.name] = min(2 * backoff_s, LONGEST_BACKOFF_S)
             self._restarts.set(part.name, now + backoff_s)
             became = f"ended, and is started again in {backoff_s:g} s"
-        self._tell(part.name, became, event.account)
+        self._tell(part.name, became, event.account, level)

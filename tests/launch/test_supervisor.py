@@ -1,5 +1,6 @@
 """The supervisor on a hand-turned clock: what is started again and when, what is not, and when all is over."""
 
+import logging
 import signal
 
 import pytest
@@ -20,7 +21,7 @@ class Watched:
     """A supervisor, its clock, and what it did: what it told of whom and why, the parts that it started, and how it gave up."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, str, str]] = []
+        self.told: list[tuple[str, str, str, int]] = []
         self.starts: list[str] = []
         self.given_up: GivenUp | None = None
         self.cannot_start = False
@@ -104,7 +105,7 @@ def test_the_back_offs_of_two_parts_have_nothing_to_do_with_each_other(watched: 
 @pytest.mark.parametrize(("name", "status"), [("decode-0", 1), ("decode-0", -signal.SIGSEGV), ("router", 0), ("router", 1)])
 def test_whatever_else_ends_is_started_again_and_it_is_said_why_and_when(watched: Watched, name: str, status: int) -> None:
     assert watched.backoff_s(name, status) == pytest.approx(0.5)
-    assert watched.told == [(name, "ended, and is started again in 0.5 s", f"status {status}\n  last lines")]
+    assert watched.told == [(name, "ended, and is started again in 0.5 s", f"status {status}\n  last lines", logging.ERROR)]
     assert not watched.given_up
 
 
@@ -112,24 +113,28 @@ def test_a_part_that_cannot_be_started_counts_as_one_that_ended(watched: Watched
     watched.ends("decode-0")
     watched.cannot_start, watched.now = True, watched.now + 0.5
     watched.supervisor.turn(None, watched.now)
-    assert watched.told[1:] == [("decode-0", "ended, and is started again in 1 s", "it cannot be started: no memory")]
+    assert watched.told[1:] == [
+        ("decode-0", "ended, and is started again in 1 s", "it cannot be started: no memory", logging.ERROR)
+    ]
     watched.cannot_start = False
     watched.wait_for_start("decode-0")
 
 
-def test_an_instance_that_ended_in_order_is_not_started_again_and_nothing_else_happens(watched: Watched) -> None:
+def test_an_instance_that_ended_in_order_is_not_started_again_which_is_no_error_and_nothing_else_happens(
+    watched: Watched,
+) -> None:
     for name in ("decode-0", "decode-1", "prefill-0"):
         watched.ends(name, 0)
     assert watched.supervisor.next_deadline() is None and not watched.given_up
-    assert [name for name, _, _ in watched.told] == ["decode-0", "decode-1", "prefill-0"]
-    assert all("not started again" in became for _, became, _ in watched.told)
+    assert [name for name, *_ in watched.told] == ["decode-0", "decode-1", "prefill-0"]
+    assert all("not started again" in became and level == logging.INFO for _, became, _, level in watched.told)
 
 
 def test_a_part_that_can_never_run_is_given_up_while_others_of_its_role_live(watched: Watched) -> None:
     watched.ends("decode-0", BAD_FLAG)
     assert watched.supervisor.next_deadline() is None and not watched.given_up
-    ((_, became, account),) = watched.told
-    assert "CANNOT RUN" in became and account.startswith("status 2")
+    ((_, became, account, level),) = watched.told
+    assert "CANNOT RUN" in became and account.startswith("status 2") and level == logging.ERROR
 
 
 def test_one_that_waits_to_be_started_again_is_alive(watched: Watched) -> None:
