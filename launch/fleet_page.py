@@ -134,9 +134,11 @@ def drain(flags: DrainFlags, control_key: str) -> int:
 def _is_told(router: RouterClient, path: str) -> bool:
     """Tell it to drain. False: it is no member now: it has left, or it is silent and may come back. Raises RequestFailed."""
     try:
-        router.post(f"{path}/drain", {})
+        warning = router.post(f"{path}/drain", {}).get("warning")
     except RequestFailed as error:
         if error.http_status != HTTPStatus.NOT_FOUND:
             raise
         return False
+    if warning:
+        sys.stderr.write(f"launch drain: {warning}\n")
     return True

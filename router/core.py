@@ -40,7 +40,7 @@ from common.messages import (
 from common.messages.variants import AdapterEntry, Task
 from common.tracing import SpanRecorder
 from router.adapters import Operation
-from router.fleet import Members
+from router.fleet import NOBODY_DECODES, Members
 from router.members import Change, Member
 from router.request_book import RequestBook
 from router.requests import ClientRequest
@@ -384,9 +384,10 @@ class Gateway:
             raise done
         return done
 
-    def drain_instance(self, instance: InstanceId) -> None:
-        """Give it no more requests. Raises NotFound."""
+    def drain_instance(self, instance: InstanceId) -> str:
+        """Give it no more requests. Returns a warning, or "". Raises NotFound."""
         self.apply(self.core.fleet.drain(instance, self.clock()))
+        return NOBODY_DECODES if self.core.fleet.nobody_decodes else ""
 
     # --- weights ---------------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ VOTES_COUNTED = 4096
 DEPARTED_REMEMBERED = 4096
 """How many departures the fleet remembers: a whole fleet may fall silent at once, and who comes back still drains if it was told
 to."""
+NOBODY_DECODES = "no decode instance takes requests now, and new ones are refused"
 SILENT_ROUTE_S = ABANDON_AFTER_S
 """A silent member can be reached this long: as long as it keeps the requests of a router that it does not hear."""
 LEFT_ROUTE_S = 10.0
@@ -304,7 +305,11 @@ class Members:
         """It may have come into trouble, or out of it."""
         if member.state != member.told_state:
             reason = "" if member.trouble is None else f": {member.trouble.reason}"
-            self.history.tell("state", member.info.id, f"{member.told_state} → {member.state}{reason}", now)
+            level = logging.INFO
+            if member.trouble is not None and member.info.role == "decode" and self.nobody_decodes:
+                reason += f"; {NOBODY_DECODES}"
+                level = logging.WARNING
+            self.history.tell("state", member.info.id, f"{member.told_state} → {member.state}{reason}", now, level=level)
             member.told_state = member.state
 
     def _judge(self, member: Member) -> None:
@@ -346,6 +351,11 @@ class Members:
         member = self.find(Life(message.id, message.incarnation))
         self.stale += member is None
         return member
+
+    @property
+    def nobody_decodes(self) -> bool:
+        """Whether no decode instance takes requests."""
+        return not self.candidates.lines["decode"]
 
     def drain(self, instance: InstanceId, now: float) -> Change:
         """Give the member no more requests, and tell it to leave until it reports that it drains. Raises NotFound."""

@@ -393,9 +393,10 @@ class Api(ApiPart):
 
     @Described("POST /cluster/{instance}/drain", "Operations", "Drain an instance", "It drains.", status=202, refusals=(404,))
     async def drain(self, instance: str) -> Response:
-        """Give the instance no more requests. It serves what it has, and leaves."""
-        self._gateway.drain_instance(InstanceId(instance))
-        return json_response({"id": instance, "state": "draining"}, 202)
+        """Give the instance no more requests. It serves what it has, and leaves. `warning`: no decode instance is left."""
+        warning = self._gateway.drain_instance(InstanceId(instance))
+        answer = {"id": instance, "state": "draining"}
+        return json_response(answer | {"warning": warning} if warning else answer, 202)
 
     @Described(
         "GET /cluster/{instance}/safe_to_delete", "Operations", "Whether to delete an instance", "What is known.", refusals=(404,)

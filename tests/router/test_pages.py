@@ -50,14 +50,17 @@ async def test_health_is_the_routers_life_and_ready_is_the_fleets(site: Site) ->
 
 
 async def test_a_drained_instance_is_told_and_shown_and_the_fleet_is_unready_when_it_was_the_last(
-    client: httpx.AsyncClient, site: Site
+    client: httpx.AsyncClient, site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("WARNING")
     response = await client.post("/cluster/d0/drain")
     again = await client.post("/cluster/d0/drain")
     page, ready = (await get(site, "/cluster")).json(), await get(site, "/ready")
     refused = await post(site, "/v1/chat/completions", chat())
     told = [message for _, message in site.fleet.sent if isinstance(message, Drain)]
-    assert (response.status_code, response.json()) == (202, {"id": "d0", "state": "draining"})
+    warning = "no decode instance takes requests now, and new ones are refused"
+    assert (response.status_code, response.json()) == (202, {"id": "d0", "state": "draining", "warning": warning})
+    assert any(said.startswith("d0 live → draining: ") and said.endswith(warning) for said in caplog.messages)
     assert (again.status_code, len(told)) == (202, 2)
     assert [one["state"] for one in page["instances"]] == ["live", "draining"]
     assert ready.status_code == 503 and "d0 is draining" in ready.json()["reasons"][0]
