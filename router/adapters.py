@@ -325,14 +325,31 @@ class FleetAdapters:
             pinned = {entry.held for entry in self.table.values() if entry.is_pinned}
             idle = [each for each in self.table.values() if each.held and each.held not in pinned and not self._uses[each.held]]
             if not idle:
-                taken = f"all {places} places for adapters are taken by pinned ones or by requests that run"
-                raise Unavailable(f"{taken}: unload one, or give instances more --max-loaded-loras")
+                yield from self._give_up_own(places, name)
+                break
             oldest = min(idle, key=lambda entry: (entry.name == name, self._used_s.get(entry.name, 0.0)))
             for entry in idle:
                 if entry.held == oldest.held:
                     self._set(replace(entry, version=self.table.next_version, is_loaded=False))
         # A member may still hold what left the table before, such as an adapter whose last request has just ended.
         yield lambda: self._has_heard(lambda member: len(member.adapters.union(member.adapters_leaving)) < places), ROOM_S
+
+    def _give_up_own(self, places: int, name: str) -> Generator[tuple[Condition, float], None, None]:
+        """What the name stands for is to be replaced, and requests have it: new ones wait, as for one that
+        was evicted, until these have ended. Else one after another would keep its place for ever."""
+        taken = f"all {places} places for adapters are taken by pinned ones or by requests that run"
+        all_taken = Unavailable(f"{taken}: unload one, or give instances more --max-loaded-loras")
+        own = self.entry(name)
+        if own is None or not own.held or any(each.held == own.held for each in self.table.values() if each.name != name):
+            raise all_taken
+        self._set(replace(own, version=self.table.next_version, is_loaded=False))
+        try:
+            yield lambda: len(self.table.held | set(self._uses)) < places, READ_S
+        except Unavailable as error:
+            still = self.entry(name)
+            if still is not None and not still.is_loaded and self._uses[own.held]:  # so members hold it
+                self._set(replace(still, version=self.table.next_version, is_loaded=True))
+            raise all_taken from error
 
     def _is_gone(self, digest: Digest) -> bool:
         return self._has_heard(lambda member: digest not in member.adapters and digest not in member.adapters_leaving)

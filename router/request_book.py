@@ -156,16 +156,19 @@ class RequestBook:
         try:
             for record in records:
                 record.adapter = adapters.begin(record.spec.adapter, now)
-            if parked_for is None:
-                attempts = self.placer.start(records, now)
-        except TandemError as error:
-            if not (isinstance(error, Unavailable) and weights.is_settling):
-                for record in records:
-                    adapters.end(record.adapter)
-                self.places.leave(client.owner, client.places)
-                client.places = 0
-                raise
-            parked_for = error
+            try:
+                if parked_for is None:
+                    attempts = self.placer.start(records, now)
+            except Unavailable as error:
+                if not weights.is_settling:
+                    raise
+                parked_for = error
+        except TandemError:
+            for record in records:
+                adapters.end(record.adapter)
+            self.places.leave(client.owner, client.places)
+            client.places = 0
+            raise
         client.places -= len(specs)
         client.request_ids = tuple(spec.request_id for spec in specs)
         client.times = tuple(record.times for record in records)

@@ -1,6 +1,7 @@
 """LoRA adapters that come and go while a fleet serves, and what is refused instead."""
 
 from typing import Literal
+from unittest import mock
 
 import pytest
 
@@ -10,7 +11,8 @@ from common.ids import Digest, InstanceId, ServingRole
 from common.messages import Finished
 from common.messages.variants import FIRST_VERSION, AdapterEntry, ReadAdapter
 from common.step_cost import StepCost
-from router.adapters import ReplaceMode
+from router.adapters import READ_S, ReplaceMode
+from router.weights import FleetWeights
 from tests.engine.toy import TOY_ADAPTERS, ToyExecutor
 from tests.life.client import Client
 from tests.life.expected import undisturbed
@@ -243,6 +245,43 @@ def test_the_place_of_a_replaced_adapter_is_free_before_another_one_is_read() ->
     assert Digest("a0") in held(fleet)[0]
     load(fleet, "new", "a8")
     assert {"n0", "new"} < set(names(fleet)) and {Digest("a7"), Digest("a8")} < held(fleet)[0]
+
+
+def test_an_adapter_is_replaced_with_all_places_in_use_while_new_requests_for_it_wait() -> None:
+    """As one that was evicted is: what they wait for is `reload`."""
+    fleet = make_fleet(1, 1)
+    load_all(fleet, TOY_ADAPTERS)
+    running = [fleet.submit(f"r{n}", PROMPT, 60, f"n{n}") for n in range(TOY_ADAPTERS)]
+    came = begin_load(fleet, "n0", "a9", replaces=True)
+    with pytest.raises(Unavailable, match="not loaded at this moment"):
+        fleet.submit("early", PROMPT, 9, "n0")
+    assert isinstance(reload(fleet, "n0"), AdapterEntry) and came
+    late = fleet.submit("late", PROMPT, 9, "n0")
+    fleet.run(*running, late)
+    assert late.token_ids == undisturbed(PROMPT, 9, adapter=Digest("a9"))
+    for n, client in enumerate(running):
+        assert client.token_ids == undisturbed(PROMPT, 60, adapter=Digest(f"a{n}"))
+
+
+def test_an_adapter_in_use_whose_place_does_not_get_free_in_time_stays() -> None:
+    fleet = make_fleet(1, 1)
+    load_all(fleet, TOY_ADAPTERS)
+    running = [fleet.submit(f"r{n}", PROMPT, 60, f"n{n}") for n in range(TOY_ADAPTERS)]
+    adapters = fleet.routers[0].core.fleet.adapters
+    came = begin_load(fleet, "n0", "a9", replaces=True)
+    adapters.proceed(fleet.clock.now + READ_S + 1.0)
+    assert isinstance(came[0], Unavailable) and "--max-loaded-loras" in str(came[0])
+    late = fleet.submit("late", PROMPT, 9, "n0")
+    fleet.run(*running, late)
+    assert late.token_ids == undisturbed(PROMPT, 9, adapter=Digest("a0"))
+
+
+def test_a_request_whose_adapter_is_not_loaded_is_not_parked_without_it_while_the_weights_settle() -> None:
+    fleet = make_fleet(1, 1)
+    load_all(fleet, TOY_ADAPTERS + 1)
+    (evicted,) = (each.name for each in fleet.routers[0].core.fleet.adapters.entries() if not each.is_loaded)
+    with mock.patch.object(FleetWeights, "is_settling", True), pytest.raises(Unavailable, match="not loaded at this moment"):
+        fleet.submit("r", PROMPT, 4, evicted)
 
 
 def test_more_different_adapters_than_a_batch_can_have_wait_for_each_other_and_none_starves() -> None:
