@@ -16,7 +16,7 @@ from demo.corpus import TASKS, DemoChat, DemoTask
 from demo.evaluate import MODEL, by_transformers, measure
 from demo.examples import LONGEST_LIST, collate, draw, drill, encode
 from demo.muon import Muon
-from demo.tokenizer import CONTEXT
+from demo.tokenizer import CHAT_TEMPLATE, CONTEXT
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -50,6 +50,20 @@ def test_a_copy_repeats_the_end_of_its_question() -> None:
     for seed in range(50):
         (turn,) = corpus.held_out("copying", 9, seed).turns
         assert turn.user.endswith(turn.answer) and len(turn.answer.split()) == 9
+
+
+def test_the_template_shows_tools_and_plain_chats_are_those_of_the_training() -> None:
+    """The file of the checkpoint is the template that a new training would write."""
+    assert Path(MODEL, "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    chat = [{"role": "user", "content": "What is 3 + 4?"}]
+    plain = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert plain == "<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"left": 3}}}]}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    shown = tokenizer.apply_chat_template([*chat, call], tools=tools, tokenize=False)
+    assert '{"type": "function", "function": {"name": "add"}}' in shown
+    assert 'assistant\n<tool_call>\n{"name": "add", "arguments": {"left": 3}}\n</tool_call><|im_end|>' in shown
 
 
 def test_held_out_lists_are_not_those_of_training() -> None:
