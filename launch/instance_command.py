@@ -12,9 +12,17 @@ from common.access import LOOPBACK_ONLY, Trust
 from common.addresses import check_instance_id
 from common.config import EngineConfig, InstanceConfig, LogConfig, ModelConfig, SecurityConfig
 from common.errors import ConfigError
-from common.host import core_count, count_gpus, divide_cores
+from common.host import core_count, count_gpus, divide_cores, host_memory_now
 from common.model_path import model_folder
-from engine.models.shape import DEFAULTS, check_ranks, head_config, read_architecture, read_shape, refuse_ranks
+from engine.models.shape import (
+    DEFAULTS,
+    check_quantization,
+    check_ranks,
+    head_config,
+    read_architecture,
+    read_shape,
+    refuse_ranks,
+)
 from launch.child import ChildProcess, run_process
 
 if TYPE_CHECKING:
@@ -29,13 +37,29 @@ def check_model(model: ModelConfig, engine: EngineConfig, ranks: int, *, on_cpu:
         return
     if engine.quantization == "fp8" and on_cpu:
         raise ConfigError("--quantization fp8 needs a GPU that computes in FP8, and this runs on CPU: give --quantization int8")
+    if engine.attention == "flashinfer" and on_cpu:
+        raise ConfigError("--attention flashinfer needs a GPU, and this runs on CPU: give --attention auto")
     if folder is None:
         return
     architecture = read_architecture(folder)
-    if architecture in DEFAULTS:
-        check_ranks(read_shape(folder), ranks, engine.quantization)
+    shape = read_shape(folder) if architecture in DEFAULTS else None
+    check_quantization(architecture, shape, engine.quantization)
+    if shape is not None:
+        check_ranks(shape, ranks, engine.quantization)
     elif ranks > 1:
         refuse_ranks(architecture, ranks)
+
+
+def check_host(engine: EngineConfig, *, on_cpu: bool) -> None:
+    """What is asked for is on this host. Raises ConfigError."""
+    if on_cpu and engine.kv_memory != "auto":
+        from engine.kv_budget import given_kv_bytes
+
+        given_kv_bytes(engine.kv_memory, "cpu", host_memory_now().total_bytes)
+    if engine.device.startswith("cuda"):
+        gpus, number = count_gpus(), engine.device.partition(":")[2]
+        if int(number or 0) >= gpus:
+            raise ConfigError(f"--device {engine.device}: this host has {gpus} CUDA devices")
 
 
 def check_draft_model(drafting: "Drafting | None", engine: EngineConfig, ranks: int, *, on_cpu: bool) -> None:
@@ -94,6 +118,7 @@ class InstanceCommand:
 
             # Before weights are loaded or other ranks are started.
             on_cpu = engine.device == "cpu" or (engine.device == "auto" and not count_gpus())
+            check_host(engine, on_cpu=on_cpu)
             check_model(self.model, engine, instance.tp, on_cpu=on_cpu)
             check_draft_model(self.drafting, engine, instance.tp, on_cpu=on_cpu)
             serve = follower_process.serve if first else instance_process.serve

@@ -13,6 +13,7 @@ import argparse
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections import Counter
@@ -487,6 +488,7 @@ def run_fleet(fleet: ChildFleet) -> int:
     if parent.exists:
         threading.Thread(target=_stop_without, args=(parent, fleet), name="lifeline", daemon=True).start()
     status = 0
+    reason = ""
     try:
         fleet.start()
         fleet.watch()
@@ -496,8 +498,11 @@ def run_fleet(fleet: ChildFleet) -> int:
     except GivenUp as error:
         _log.error("%s", error)
         status = error.exit_status
+        reason, _, _ = str(error).partition("\n")
     finally:
         fleet.stop()
+    if reason:  # what the fleet says as it stops should not hide it
+        print(f"failed: {reason}", file=sys.stderr)
     return 130 if fleet.killed else status
 
 

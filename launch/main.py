@@ -115,6 +115,7 @@ def _local(flags: argparse.Namespace) -> int:
     child.configure(config.log, "local")
     gpus = count_gpus() if engine.device == "auto" and engine.executor == "torch" else 0
     plan = LocalPlan(config=config, gpus=gpus, cores=read_config(CoresConfig, flags))
+    instance_command.check_host(engine, on_cpu=plan.on_cpu)
     instance_command.check_model(config.model, engine, config.instance.tp, on_cpu=plan.on_cpu)
     drafting = config.with_role("decode", config.instance).drafting
     instance_command.check_draft_model(drafting, engine, config.instance.tp, on_cpu=plan.on_cpu)

@@ -17,7 +17,7 @@ from common.model_path import CONFIG
 from engine.checkpoint import config_digest, fingerprint, read_weights, weight_files
 from engine.models.decoder import Decoder
 from engine.models.moe import grouped, mlp_of_layer, one_by_one, why_not_grouped, with_one_spelling
-from engine.models.shape import ModelShape, ServedShape, share_of
+from engine.models.shape import ModelShape, ServedShape, check_quantization, share_of
 from engine.models.weights import Loading, WeightSlots
 from engine.ports import Model
 from engine.torch_kernels import Kernels
@@ -45,11 +45,7 @@ def load_model(path: Path, shape: ServedShape, loading: Loading, kernels: Kernel
 
 
 def _loaded(path: Path, shape: ServedShape, loading: Loading, kernels: Kernels, progress: Callable[[str], None]) -> Model:
-    if loading.quantization != "none" and (not isinstance(shape, ModelShape) or shape.experts is not None):
-        raise ConfigError(
-            f"--quantization {loading.quantization} is not supported for {shape.architecture}, only for Tandem's own decoders "
-            f"without experts: use none"
-        )
+    check_quantization(shape.architecture, shape if isinstance(shape, ModelShape) else None, loading.quantization)
     if not isinstance(shape, ModelShape):
         from engine.models.transformers_model import load_transformers_model
 

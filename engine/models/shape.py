@@ -440,6 +440,15 @@ def check_ranks(shape: ServedShape, ranks: int, quantization: Quantization) -> N
         raise ConfigError(f"--tp {ranks} cannot divide this {shape.architecture}: {obstacle}; what works is {', '.join(works)}")
 
 
+def check_quantization(architecture: str, shape: ModelShape | None, quantization: Quantization) -> None:
+    """shape: None where transformers' implementation computes the model. Raises ConfigError."""
+    if quantization != "none" and (shape is None or shape.experts is not None):
+        raise ConfigError(
+            f"--quantization {quantization} is not supported for {architecture}, only for Tandem's own decoders without experts: "
+            "use none"
+        )
+
+
 def refuse_ranks(architecture: str, ranks: int) -> NoReturn:
     """Refuses ranks for a model that transformers' implementation computes. Raises ConfigError."""
     raise ConfigError(

@@ -87,6 +87,9 @@ NO_FP8 = r"--quantization fp8 needs a GPU.*give --quantization int8$"
         (["--model=/no/such/folder"], ("local", "prefill", "router"), re.escape(NO_FOLDER)),
         (["--tp=3", "--device=cpu"], ("local", "decode"), re.escape(NO_DIVISION)),
         (["--quantization=fp8", "--device=cpu"], ("local", "decode"), NO_FP8),
+        (["--kv-memory=409600GiB", "--device=cpu"], ("local", "decode"), "--kv-memory 409600GiB is more than cpu has, which is"),
+        (["--device=cuda:99"], ("local", "decode"), "--device cuda:99: this host has [0-9]+ CUDA devices"),
+        (["--attention=flashinfer", "--device=cpu"], ("local", "decode"), "--attention flashinfer needs a GPU"),
     ],
 )
 def test_what_can_never_work_is_one_line_and_one_status_of_every_command(
@@ -99,6 +102,12 @@ def test_what_can_never_work_is_one_line_and_one_status_of_every_command(
 def test_a_model_of_transformers_on_several_ranks_is_refused_without_importing_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
     assert "--tp 2 is not supported for GPT2LMHeadModel" in refused("local", f"--model={tmp_path}", "--tp=2")
+
+
+def test_a_model_of_transformers_with_int8_weights_is_refused_without_importing_transformers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}))
+    said = refused("local", f"--model={tmp_path}", "--quantization=int8", "--device=cpu")
+    assert "--quantization int8 is not supported for Gemma3ForCausalLM, only for Tandem's own decoders" in said
 
 
 def test_the_check_is_cheap_to_import() -> None:

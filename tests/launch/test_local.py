@@ -177,11 +177,14 @@ def test_the_startup_deadline_names_the_part_that_is_late_and_what_it_did(start:
     assert "prefill-0 was not ready" not in fleet.err and "curl " not in fleet.out
 
 
-def test_a_child_that_fails_at_start_is_shown_with_its_words_and_the_others_stop(start: Start) -> None:
+def test_a_child_that_fails_at_start_is_shown_with_its_words_and_the_others_stop_and_the_reason_is_the_last_line(
+    start: Start,
+) -> None:
     fleet = start(gets_ready=False, STUB_PREFILL_0="broken")
     assert fleet.status() == 1
     assert "prefill-0 ended: exit status 3" in fleet.err and "prefill-0 has no water" in fleet.err
     assert "router" in fleet.stops()
+    assert fleet.err.splitlines()[-1].startswith("failed: prefill-0 ended: exit status 3")
 
 
 def test_a_child_that_dies_again_and_again_is_given_more_time_each_time(start: Start) -> None:
@@ -208,7 +211,7 @@ def test_the_fleet_ends_with_the_last_of_a_role_that_can_never_run_again(start: 
     fleet = start(STUB_DECODE_0="unfit")
     fleet.kill("decode-0")
     assert fleet.status() == BAD_FLAG
-    assert "no decode is left" in fleet.err and (fleet.out + fleet.err).count("decode-0 cannot boil it") == 1
+    assert "no decode is left" in fleet.err and (fleet.out + fleet.err).count("decode-0 cannot boil it") == 2, "and at the end"
 
 
 def test_a_child_that_ends_before_the_fleet_is_complete_takes_it_down(start: Start) -> None:
