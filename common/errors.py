@@ -120,6 +120,10 @@ class PeerRefused(TandemError):
     """A peer whose model, dtype, page size, layout or wire version does not match ours."""
 
 
+class FleetMismatch(PeerRefused, ConfigError):
+    """What this instance was started with fits no place in the fleet. Another start ends the same way."""
+
+
 class WireError(TandemError):
     """A frame that is not a message of this inbox."""
 

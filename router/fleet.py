@@ -205,16 +205,19 @@ class Members:
             self._heard(known, now)
             return Change(self._greet(known, message.address))
         reason = self._unfit(info)
+        is_mismatch = reason is not None
         other = next((member.info for member in self._members.values() if member.info.id != info.id), None)
         if reason is None and other is not None:
-            reason = difference(info, other) or self.weights.why_not(message.weights, info.id)  # from one, so from all
+            reason = difference(info, other)  # from one, so from all
+            is_mismatch = reason is not None
+            reason = reason or self.weights.why_not(message.weights, info.id)
             reason = reason or self.adapters.why_not(message.adapters, info)
             if reason is not None and message.was_welcome and self._is_outvoted(message, now):
                 reason = None
                 for member in list(self._members.values()):
                     change.lost.append(self._remove(member, "it differs from most that served here before", now, silent=False))
         if reason is not None:
-            return Change(self._refuse(message, reason, now))
+            return Change(self._refuse(message, reason, now, is_mismatch=is_mismatch))
         if known is not None and info.id in self._members:
             change.lost.append(self._remove(known, "replaced by a newer incarnation", now, silent=False))
         for member in change.lost:
@@ -495,7 +498,7 @@ class Members:
 
     # --- refusals --------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, message: Register, reason: str, now: float) -> list[Send]:
+    def _refuse(self, message: Register, reason: str, now: float, *, is_mismatch: bool) -> list[Send]:
         """Send the refusal to the address that asked, under a name of its own: a member of the same id keeps its route."""
         info = message.instance
         self.refusals += 1
@@ -508,7 +511,9 @@ class Members:
             self.history.tell("refused", who, f"at {where} was refused: {reason}", now, level=logging.WARNING)
         self._moved |= dict.fromkeys(_remember(self.refused, name, RefusedInstance(inbox, reason), REFUSED_REMEMBERED))
         ends, life = self._is_replaced(info), info.incarnation
-        refused = Refused(reason=reason, address=message.address, incarnation=life, id=info.id, final=ends)
+        refused = Refused(
+            reason=reason, address=message.address, incarnation=life, id=info.id, final=ends, is_mismatch=is_mismatch
+        )
         return [] if inbox is None else [Send(name, refused)]
 
     def _is_replaced(self, info: InstanceInfo) -> bool:

@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 from common.addresses import ROUTER_NAME
 from common.deadlines import earliest
-from common.errors import PeerRefused
+from common.errors import FleetMismatch, PeerRefused
 from common.ids import AttemptId, InstanceId
 from common.instance.ports import PeersChanged, Send
 from common.messages import AdaptersHeld, Goodbye, Heartbeat, InstanceInfo, Peers, Refused, Register, Timeline, Welcome
@@ -414,7 +414,7 @@ class Memberships:
             self.stale += 1
             return []
         if message.final:
-            raise PeerRefused(f"a router refused {self.info.id} for good: {message.reason}")
+            raise FleetMismatch(f"a router refused {self.info.id} for good: {message.reason}")
         at = next((one for one in self._all if one.address == message.address or len(self._all) == 1), None)
         if at is None:
             return []
@@ -422,7 +422,7 @@ class Memberships:
         never_welcome = not any(one.was_welcome for one in self._all)
         if never_welcome and all(one.refusal is not None for one in self._all):
             reasons = (f"the router at {one.address} refused {self.info.id}: {one.refusal}" for one in self._all)
-            raise PeerRefused("; ".join(reasons))
+            raise (FleetMismatch if message.is_mismatch else PeerRefused)("; ".join(reasons))
         if is_other:
             _log.warning("the router at %s refused us: %s", at.address, message.reason)
         return self._lose(at, now)

@@ -164,7 +164,7 @@ VERSIONS = {
             *("Goodbye.is_quiet", "Goodbye.suspects", "Heartbeat.serves_whole", "Generate.incarnation"),
             *("Load.held_token_s", "SamplingParams.logprob_ids", "Counters.tokens_drafted", "Counters.tokens_accepted"),
             *("Times.chunks", "TokenDelta.drafts", "TextDelta.drafts", "TextDelta.thought_tokens"),
-            *("ExpectAnswer.parts", "ExpectAnswer.stop_token_ids"),
+            *("ExpectAnswer.parts", "ExpectAnswer.stop_token_ids", "Refused.is_mismatch"),
         ),
     ),
 }

@@ -211,6 +211,8 @@ class Refused(Message, frozen=True):
     """Who is refused: a Register may be wrong about who listens at its address. "" comes from versions that did not say."""
     final: bool = False
     """A newer incarnation has taken its place: it must exit, whatever other routers say."""
+    is_mismatch: bool = False
+    """It differs from the fleet in something that it was started with, so another start ends the same way."""
 
 
 class Peers(Message, frozen=True):

@@ -6,6 +6,7 @@ release is not told what it does not know.
 
 import asyncio
 from functools import partial
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
@@ -237,6 +238,15 @@ def test_a_member_that_gets_stuck_is_lost_for_its_requests_once_and_stays_a_memb
     assert ids(fleet) == ["p0", "d0"]
     hear(fleet, D0, P0, now=3.0)
     assert [member.info for member in hear(fleet, D0, P0, load=STUCK, now=3.5).lost] == [D0]
+
+
+def test_a_refusal_says_whether_another_start_would_end_the_same_way(fleet: Members) -> None:
+    odd = replace(instance("odd", "decode"), model=replace(D0.model, dtype="float16"))
+    (refusal,) = fleet.register(Register(instance=odd), 1.0).sends
+    assert isinstance(refusal.message, Refused) and refusal.message.is_mismatch
+    with mock.patch.object(fleet.weights, "why_not", lambda *of: "its weights are old"):
+        (refusal,) = fleet.register(Register(instance=instance("late", "decode")), 1.0).sends
+    assert isinstance(refusal.message, Refused) and not refusal.message.is_mismatch
 
 
 # --- draining ------------------------------------------------------------------------------------------------------------

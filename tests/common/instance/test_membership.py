@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from common.config import RouterConfig
-from common.errors import PeerRefused
+from common.errors import ConfigError, PeerRefused
 from common.ids import Incarnation, InstanceId
 from common.instance.membership import (
     ABANDON_AFTER_S,
@@ -277,6 +277,22 @@ def test_a_router_that_refuses_us_is_no_end_while_another_may_welcome_us() -> No
     assert members.receive(Refused(reason="other pages", address=HERE), 100.0) == []
     with pytest.raises(PeerRefused, match=r"other pages.*; .*other dtype"):
         members.receive(Refused(reason="other dtype", address=THERE), 100.0)
+
+
+@pytest.mark.parametrize(
+    ("refused", "is_hopeless"),
+    [
+        (Refused(reason="other dtype", is_mismatch=True), True),
+        (Refused(reason="a newer incarnation", final=True), True),
+        (Refused(reason="the weights change"), False),
+    ],
+)
+def test_a_start_that_ends_the_same_way_each_time_is_an_error_of_configuration_and_others_are_not(
+    refused: Refused, is_hopeless: bool
+) -> None:
+    with pytest.raises(PeerRefused) as ended:
+        Member().receive(refused)
+    assert isinstance(ended.value, ConfigError) == is_hopeless
 
 
 def test_one_that_was_welcome_once_is_never_ended_by_refusals_but_asks_again_more_and_more_seldom(member: Member) -> None:
