@@ -356,7 +356,7 @@ class RouterConfig:
     )
     max_request_timeout_s: float = option(DAY_S, "most seconds that a request may ask for")
     drain_timeout_s: float = option(30.0, "seconds that open requests may go on when the router is told to stop")
-    max_attempts: int = option(16, "most attempts for one request when instances fail; giving up memory is no failure")
+    max_attempts: int = option(16, "most attempts for one request when instances fail; preemption for memory does not count")
     keep_alive_s: float = option(
         15.0, "seconds of silence after which an event stream gets a comment line, so that no proxy closes it; 0: never"
     )
@@ -401,9 +401,9 @@ class RouterConfig:
         "host may share it; without it: nothing is kept, and what needs it is refused",
     )
     store_bytes: str = option(
-        "1GiB", "most that the store holds; then the oldest that nobody works on goes, of the key that has most"
+        "1GiB", "size limit of the store; when it is full, the oldest idle object of the key that uses most is deleted"
     )
-    store_age_s: float = option(30 * DAY_S, "seconds after which what is in the store goes")
+    store_age_s: float = option(30 * DAY_S, "seconds after which an object in the store is deleted")
     batch_requests: int = option(16, "most lines of batches that the router has open at once, which keys share")
     early_rejection: Switch = option(
         "on",
@@ -417,7 +417,7 @@ class RouterConfig:
     otlp_endpoint: str = option(
         "",
         "URL of an OpenTelemetry collector, such as http://127.0.0.1:4318, which gets spans of each request by OTLP over HTTP "
-        "(needs pip install 'tandem-serve[otlp]'); variables OTEL_* of its SDK say more; without it: no spans",
+        "(needs pip install 'tandem-serve[otlp]'); the SDK's OTEL_* variables apply too; without it: no spans",
     )
 
     def __post_init__(self) -> None:
@@ -475,7 +475,7 @@ class SecurityConfig:
     )
     insecure: Switch = option(
         "off",
-        "on: use other addresses without keys too, so that everybody who reaches a port is let in: HTTP without --api-keys, "
+        "on: use other addresses without keys too, so that whoever reaches a port can use it: HTTP without --api-keys, "
         "control without --cluster-key",
     )
 

@@ -306,7 +306,7 @@ def read_weights(files: Sequence[Path], progress: Callable[[str], None]) -> Iter
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for name in opened.offset_keys():  # in the order of the file, so that a disk reads ahead
                     if passed_bytes >= next_report:
-                        progress(f"loading weights: {passed_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB")
+                        progress(f"loading weights: {passed_bytes / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB")
                         next_report += step_bytes
                     if _is_unread(name):
                         continue

@@ -248,7 +248,7 @@ def kv_part(host: HostMemory, taken_bytes: int, sharers: int, useful_bytes: int,
     is_scarce = not given_part and wanted > _free(host)
     chosen = min(wanted, _free(host) // sharers // (step // 4) * (step // 4)) if is_scarce else wanted
     if chosen == useful_bytes:
-        why = "which is all that its rows at full length can use, and as much again for the prefix cache"
+        why = "enough for every row at full length, and as much again for the prefix cache"
     elif is_scarce:
         why = f"because only {gib(host.free_bytes)} of {gib(host.total_bytes)} are free, shared by {sharers} and the system"
     elif chosen == least:

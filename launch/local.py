@@ -481,7 +481,7 @@ def run_fleet(fleet: ChildFleet) -> int:
     """Start, watch and stop.
 
     Returns the exit status: 0 after an orderly stop, 1 when a part failed, BAD_FLAG when it can never run as it was started, 130
-    when killed in haste.
+    when a second signal forced it to stop.
     """
     parent: Parent[LaunchOrder] = Parent(msgspec.json.Decoder[LaunchOrder](LaunchOrder))
     watch(lambda number: fleet.signalled())

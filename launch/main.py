@@ -40,12 +40,13 @@ if TYPE_CHECKING:
     from launch.local import FleetConfig
 
 STATUSES = (
-    "Exit status: 0 after an orderly end, 1 when something failed, 2 for a flag, file or model that cannot work, 130 when killed "
-    "in haste."
+    "Exit status: 0 after an orderly end, 1 when something failed, 2 for a flag, file or model that cannot work, 130 when a "
+    "second signal forced it to stop."
 )
 KEY_LIFE = (
-    "As the key of a fleet: copy the file to every host, and give each process --cluster-key FILE. As the control key of the "
-    "HTTP API: make another file for the routers alone, and give them --control-key FILE. Who has a file is let in."
+    "To protect a fleet's own connections, copy the file to every host and give every process --cluster-key FILE. To protect the "
+    "control endpoints of HTTP, make a second file and give it to the routers, as --control-key FILE, and to your tools. Whoever "
+    "has a file can connect: keep it secret."
 )
 DETOKENIZER = "detokenizer"
 HOUR_HELP = (
@@ -374,16 +375,6 @@ COMMANDS = (
         "by SIGTERM, is not. Ctrl-C stops all processes in order; a second Ctrl-C stops them at once.",
     ),
     Command(
-        "ray",
-        "start routers here, and prefill and decode instances on a Ray cluster (needs Ray)",
-        _ray,
-        (RayConfig, FleetCounts, *FLEET),
-        without=(*DECIDED_FOR_A_FLEET, "sharers"),
-        roles=PARTS,
-        life="Ray reserves a place for each instance, and a process that dies is started again there, or on another node when "
-        "its node is gone. Files that flags name (model, keys) must be there on every node. Ctrl-C stops all processes in order.",
-    ),
-    Command(
         "router",
         "start the router: it serves the HTTP API, and instances register with it",
         _router,
@@ -394,18 +385,19 @@ COMMANDS = (
     Command("prefill", "start one prefill instance", partial(_instance, "prefill"), INSTANCE, life=INSTANCE_LIFE),
     Command("decode", "start one decode instance", partial(_instance, "decode"), INSTANCE, life=INSTANCE_LIFE),
     Command(
-        "autoscale",
-        "watch a fleet through its router, and change roles and numbers of its instances as its load changes",
-        _autoscale,
-        (ScalingConfig,),
-        life="Every decision has its reason on the router's GET /cluster/decisions. It may be killed at any time.",
-    ),
-    Command(
         "both",
         "start one decode instance that serves whole requests too, where that costs less than a pair of instances",
         partial(_instance, "both"),
         INSTANCE,
         life=INSTANCE_LIFE,
+    ),
+    Command("chat", "talk with the served model in this terminal", _chat, (chat.ChatFlags,)),
+    Command(
+        "top",
+        "show a fleet in this terminal, once a second: its instances, its requests and what happens to it",
+        _top,
+        (TopFlags,),
+        life="What the router's page at / shows. It ends with Ctrl-C.",
     ),
     Command(
         "batch",
@@ -414,7 +406,6 @@ COMMANDS = (
         (batch.BatchFlags,),
         life="The files are those of OpenAI's batches. It ends with 0 when every line has its answer. Ctrl-C cancels the batch.",
     ),
-    Command("chat", "talk with the served model in this terminal", _chat, (chat.ChatFlags,)),
     Command(
         "drain",
         "have an instance drain, and wait until it may be deleted",
@@ -424,11 +415,20 @@ COMMANDS = (
         "it, and with 1 when that is not known in time.",
     ),
     Command(
-        "top",
-        "show a fleet in this terminal, once a second: its instances, its requests and what happens to it",
-        _top,
-        (TopFlags,),
-        life="What the router's page at / shows. It ends with Ctrl-C.",
+        "autoscale",
+        "watch a fleet through its router, and change roles and numbers of its instances as its load changes",
+        _autoscale,
+        (ScalingConfig,),
+        life="Every decision has its reason on the router's GET /cluster/decisions. It may be killed at any time.",
+    ),
+    Command(
+        "plan",
+        "search the best fleet for a load and limits: how many instances of each role, with which ranks, chunks and policies",
+        _plan,
+        (SearchPlan, FleetPlan, LoadPlan, RouterConfig),
+        without=(*SEARCHED, *OF_ONE_RUN, *NOT_SIMULATED),
+        switches=("--markdown",),
+        life="Each is simulated at several rates: all of them for a short time, the best for longer.",
     ),
     Command(
         "simulate",
@@ -440,13 +440,14 @@ COMMANDS = (
         life="Routers, schedulers and protocols are the real ones; computing and transfers take the time that the flags say.",
     ),
     Command(
-        "plan",
-        "search the best fleet for a load and limits: how many instances of each role, with which ranks, chunks and policies",
-        _plan,
-        (SearchPlan, FleetPlan, LoadPlan, RouterConfig),
-        without=(*SEARCHED, *OF_ONE_RUN, *NOT_SIMULATED),
-        switches=("--markdown",),
-        life="Each is simulated at several rates: all of them for a short time, the best for longer.",
+        "ray",
+        "start routers here, and prefill and decode instances on a Ray cluster (needs Ray)",
+        _ray,
+        (RayConfig, FleetCounts, *FLEET),
+        without=(*DECIDED_FOR_A_FLEET, "sharers"),
+        roles=PARTS,
+        life="Ray reserves a place for each instance, and a process that dies is started again there, or on another node when "
+        "its node is gone. Files that flags name (model, keys) must be there on every node. Ctrl-C stops all processes in order.",
     ),
 )
 KEY = Command(

@@ -28,7 +28,6 @@ from torch import Tensor
 from common.errors import ConfigError, first_line
 from common.host import host_memory_now
 from engine.cpu.products import LARGEST_WEIGHT, MOST_INPUTS, SIGN, Packed, PackedProduct
-from engine.kv_budget import gib
 from engine.models.shape import FP8_MULTIPLE
 from engine.ports import Fp8Rows
 from engine.torch_kernels import Kernels
@@ -387,7 +386,7 @@ def pack_all(layers: Sequence[Linear], products: Sequence[PackedProduct], sharer
             packs += 1
             second_bytes += weight.nbytes if keeps_weight else 0
     if packs:
-        copies = f", {gib(second_bytes)} of them second copies" if second_bytes else ""
+        copies = f"; second copies of them take {second_bytes / 1e6:,.0f} MB" if second_bytes else ""
         progress(f"packed the weights of {packs} linear layers in {time.perf_counter() - begin_s:.1f} s{copies}")
     return most_bytes - second_bytes
 

@@ -74,11 +74,16 @@ _NO_HEAD = (
 )
 UNSERVED = {"/classify": ("input", _NO_HEAD), "/v1/classify": ("input", _NO_HEAD)}
 """The same, for those who use a model: they need an API key."""
-_TEXT_ONLY = "texts are all that is read and written here"
+_TEXT_ONLY = "only text is supported"
 _STARTED_SO = "it is a flag of `launch`, and does not change while the fleet runs"
 HINTS = {
     **dict.fromkeys(("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"), _TEXT_ONLY),
     **dict.fromkeys(("/v1/assistants", "/v1/threads"), "use POST /v1/responses"),
+    "/v1/v1": "the URL has /v1 twice: take it out of the base URL, since the client adds it",
+    **dict.fromkeys(
+        ("/chat", "/completions", "/responses", "/messages", "/embeddings", "/models", "/batches", "/files"),
+        "add /v1 to the base URL",
+    ),
     "/v1/moderations": "use POST /v1/score with the tokens that name your classes as label_token_ids",
     "/generative_scoring": "use POST /v1/score",
     "/inference/v1/generate": "use POST /generate with input_ids",

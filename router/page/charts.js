@@ -100,8 +100,8 @@ function build() {
   folder.replaceChildren();
   const inSeconds = (_, values) => values.map(seconds), plain = (_, values) => values.map((value) => Number(value.toFixed(2)));
   return [
-    ["Time to the first token", ["half of them", "95 of 100"], inSeconds, seconds],
-    ["Time of a later token", ["half of them", "95 of 100"], inSeconds, seconds],
+    ["Time to the first token", ["p50", "p95"], inSeconds, seconds],
+    ["Time of a later token", ["p50", "p95"], inSeconds, seconds],
     ["Requests a second", ["good", "all that ended"], plain, (value) => (value ?? 0).toFixed(1)],
   ].map(([title, labels, values, shown]) => {
     const box = make("figure", "", "", [make("figcaption", "", title)]);

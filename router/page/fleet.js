@@ -112,7 +112,7 @@ function drawRouter(roster, state) {
   name.className = "name";
   write(name, roster.router);
   write(open, `${count(state.open)} requests open`);
-  write(how, `${roster.dispatch}: ${roster.prefill_policy}, then ${roster.decode_policy}`);
+  write(how, `dispatch ${roster.dispatch} · prefill ${roster.prefill_policy} · decode ${roster.decode_policy}`);
   write(ready, state.unready[0] ?? state.degraded[0] ?? "ready");
   box.lastChild.classList.toggle("trouble", state.unready.length + state.degraded.length > 0);
 }

@@ -35,7 +35,7 @@ def test_the_bytes_of_all_shards_are_reported_a_few_times(tmp_path: Path, monkey
     write_shards(tmp_path)
     lines: list[str] = []
     assert sorted(names(tmp_path, lines)) == ["0.a", "0.b", "0.c", "1.a", "1.b", "1.c"]
-    assert lines == ["loading weights: 0.00 of 0.00 GB"]
+    assert lines == ["loading weights: 0 of 0 MB"]
     monkeypatch.setattr(checkpoint, "_LEAST_REPORT_BYTES", 2048)
     monkeypatch.setattr(checkpoint, "_MOST_REPORTS", 3)
     lines.clear()

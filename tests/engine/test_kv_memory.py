@@ -265,7 +265,7 @@ def test_equal_hosts_get_equal_pools_whatever_little_else_they_hold() -> None:
     [
         (idle(16), 2.4, BOUNDLESS, r"part of 7.00 GiB \(16.00 GiB less 2.00 GiB for the system, shared by 2\), less 3.00 GiB"),
         (HostMemory(16 * GIB, 4 * GIB), 2.4, BOUNDLESS, r"only 4.00 GiB of 16.00 GiB are free"),
-        (idle(16), 2.4, GIB, r"all that its rows at full length can use"),
+        (idle(16), 2.4, GIB, r"enough for every row at full length"),
         (idle(16), 12.0, BOUNDLESS, r"the least, because weights and steps take 12.50 GiB of a part of 7.00 GiB"),
     ],
 )

@@ -149,7 +149,7 @@ def test_a_new_key_is_explained_for_both_of_its_uses(tmp_path: Path, capsys: pyt
     assert main(["key", str(tmp_path / "key")]) == 0
     said = capsys.readouterr().out
     assert "every host" in said and "--cluster-key FILE" in said
-    assert "for the routers alone" in said and "--control-key FILE" in said
+    assert "a second file" in said and "--control-key FILE" in said
 
 
 def test_a_message_that_names_launch_says_where_it_is_when_the_shell_would_not_find_it(

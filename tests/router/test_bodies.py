@@ -252,7 +252,7 @@ BAD_CHATS: list[tuple[bytes, str | None, str]] = [
     (
         chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
         "messages[0].content[0].type",
-        "use text: texts are all",
+        "use text: only text is supported",
     ),
     (chat(colour="red"), "colour", "not a known field"),
     (chat(colour=None), "colour", "not a known field"),

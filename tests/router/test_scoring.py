@@ -240,7 +240,9 @@ async def test_an_endpoint_of_another_server_leads_to_what_there_is(site: Site) 
         message = assert_error(await post(site, path, {}), 404, "invalid_request_error", None)
         assert hint in message
         for word in hint.replace(",", "").split():
-            assert not word.startswith("/") or word.partition("?")[0] in known, hint
+            assert not word.startswith("/") or word.partition("?")[0] in {"/v1", *known}, hint
+    for path, hint in (("/v1/v1/messages", "twice"), ("/chat/completions", "add /v1 to the base URL")):
+        assert hint in assert_error(await post(site, path, {}), 404, "invalid_request_error", None)
     for path, (field, _) in UNSERVED.items():
         assert "label_token_ids" in assert_error(await post(site, path, {"input": "x"}), 400, "invalid_request_error", field)
 
