@@ -10,6 +10,7 @@ import contextlib
 import html
 import io
 import math
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,8 @@ def run(bench: CompareOptions, common: ServeOptions, command: str, markdown: boo
     with needs_file(f"--output {bench.output}: no folder can be made there"):
         folder.mkdir(parents=True, exist_ok=True)
     hardware = this_hardware()
-    runs, failures = measure_all(bench, common, lambda layout: served(layout.url, *layout.flags), api_key)
-    if not runs:
-        say("nothing was measured")
-        return 1
+    runs: list[CompareRun] = []
+    failures: list[CompareFailure] = []
     outcome = CompareOutcome(
         command=command,
         hardware=hardware,
@@ -139,6 +138,14 @@ def run(bench: CompareOptions, common: ServeOptions, command: str, markdown: boo
         runs=runs,
         failures=failures,
     )
+    measured_s = bench.rounds * len(bench.layouts) * len(bench.ladder) * bench.seconds
+    say(f"this takes {measured_s / 60:.0f} minutes, and the starts of the fleets; Ctrl-C ends it with what is measured by then")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for _ in measure_all(bench, common, lambda layout: served(layout.url, *layout.flags), api_key, runs, failures):
+        write_figures(outcome, str(folder / "figures.json"))
+    if not runs:
+        say("nothing was measured")
+        return 1
     publish(outcome, folder)
     print(report(outcome, ReportStyle(markdown)))
     say(f"wrote {folder / 'page.html'}")
@@ -146,11 +153,15 @@ def run(bench: CompareOptions, common: ServeOptions, command: str, markdown: boo
 
 
 def measure_all(
-    bench: CompareOptions, common: ServeOptions, start: Start, api_key: str
-) -> tuple[list[CompareRun], list[CompareFailure]]:
-    """Every turn of every layout. One that fails leaves what it had measured, and the next one goes on."""
-    runs: list[CompareRun] = []
-    failures: list[CompareFailure] = []
+    bench: CompareOptions,
+    common: ServeOptions,
+    start: Start,
+    api_key: str,
+    runs: list[CompareRun],
+    failures: list[CompareFailure],
+) -> Iterator[None]:
+    """Add every turn of every layout to `runs` and `failures`, and yield after each. A layout that fails leaves what it had
+    measured, and the next one goes on; a signal that stops the command is the last failure."""
     for number, layout in bench.turns():
         try:
             with start(layout) as url:
@@ -159,10 +170,15 @@ def measure_all(
                     result = measure(bench.load_on(url, common, rate, number), api_key)
                     whole = [answer for answer in result.answers if not answer.error]
                     runs.append(run_of(layout.name, rate, number, result.figures, times_ms(whole)))
-        except (FleetFailed, ServerRefuses) as error:
-            say(f"{layout.name} failed: {error}")
-            failures.append(CompareFailure(layout=layout.name, round=number, reason=str(error)))
-    return runs, failures
+        except (FleetFailed, ServerRefuses, KeyboardInterrupt) as error:
+            # A fleet that was still starting may fail to stop in order.
+            is_stopped = isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
+            reason = "stopped by a signal" if is_stopped else str(error)
+            say(f"{layout.name} failed: {reason}")
+            failures.append(CompareFailure(layout=layout.name, round=number, reason=reason))
+            if is_stopped:
+                return
+        yield
 
 
 # ---- figures ----

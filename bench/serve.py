@@ -34,7 +34,7 @@ from bench.client import USAGE_FIELDS, HttpClient, TimedAnswer, UsageReports, tl
 from bench.options import LoadOptions, ResultOptions, ServeOptions
 from bench.report import say, text_table, write_figures
 from bench.workloads import LoadSession, LoadSessions, RequestBodies, sessions_of
-from common.errors import TandemError
+from common.errors import INTERRUPTED, TandemError
 from common.host import allow_many_files
 from common.processes.local_fleet import local_fleet
 from common.processes.router_client import RequestFailed, RouterClient
@@ -48,7 +48,6 @@ SHOWN_EACH_S, SHOWN_ANSWERS = 0.25, 100
 GAPS_PERCENTILE = 99.0
 """An answer keeps a limit on `itl` when this many of its gaps, in percent, do."""
 SHOWN_MESSAGES = 5
-INTERRUPTED = 130
 """The exit status that shells give to what Ctrl-C ended."""
 TITLES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 COLUMNS = (

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C has ended."""
+
 
 class TandemError(Exception):
     """Base of every error that Tandem raises on purpose."""

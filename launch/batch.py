@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common.errors import ConfigError
+from common.errors import INTERRUPTED, ConfigError
 from common.options import option, refuse_without_effect, require
 from common.processes.local_fleet import FleetFailed, local_fleet
 from common.processes.router_client import RequestFailed, RouterClient
@@ -27,7 +27,6 @@ AWAY_S = 60.0
 """How long the router may be away, or have no room: one that starts again goes on with the batch."""
 PASSING = (None, 429, 502, 503, 504, 507)
 """Statuses after which another try may do better; None: no answer came."""
-INTERRUPTED = 130
 R = TypeVar("R")
 BODY_BYTES = 2**20
 """What the body of an upload has beside the file, at most."""

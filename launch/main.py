@@ -18,7 +18,7 @@ from bench import options
 from common.access import read_control_key, write_key
 from common.addresses import LOOPBACK
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
-from common.errors import ConfigError
+from common.errors import INTERRUPTED, ConfigError
 from common.host import count_gpus
 from common.options import read_config, with_defaults
 from launch import batch, chat, child, fleet_page, instance_command, settings
@@ -101,6 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{flags.prog}: {settings.with_origins(str(error), flags)}{where_launch_is(str(error))}", file=sys.stderr)
         return BAD_FLAG
+    except KeyboardInterrupt:
+        print(f"\n{flags.prog}: stopped", file=sys.stderr)
+        return INTERRUPTED
     return status
 
 

@@ -6,6 +6,7 @@ measured of themselves, as its router tells it on /cluster. The search is in `si
 
 import html
 import multiprocessing
+import signal
 import statistics
 import sys
 import tempfile
@@ -60,7 +61,7 @@ def run(
 ) -> int:
     """Returns the exit status: 1 when no fleet keeps the limits at any rate. Raises ConfigError."""
     began_s, hardware = time.monotonic(), this_hardware()
-    with tempfile.TemporaryDirectory() as folder, SPAWN.Pool(plan.jobs or core_count()) as pool:
+    with tempfile.TemporaryDirectory() as folder, _pool(plan.jobs or core_count()) as pool:
         if plan.fleet_url:
             client = RouterClient(plan.fleet_url, control_key)
             measured = measured_fleet(client)
@@ -84,6 +85,11 @@ def run(
     if plan.page:
         _write_page(outcome, plan.page)
     return 0
+
+
+def _pool(processes: int) -> Pool:
+    """Ctrl-C reaches every process of a terminal, and this one alone says that it has ended."""
+    return SPAWN.Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN))
 
 
 def run_in(pool: Pool, what: str, search: FleetSearch, trials: Sequence[Trial]) -> Iterator[Borne]:

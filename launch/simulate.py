@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from bench.report import Outcome, ReportStyle, machine_line, say, this_hardware, write_figures
 from common.config import DEMO_MODEL, RouterConfig
+from common.errors import INTERRUPTED
 from simulation.plan import MEASURE, FleetPlan, LoadPlan
 from simulation.report import Figures, figures, tables
 from simulation.run import Simulation
@@ -24,7 +25,7 @@ class SimulateOutcome(Outcome, frozen=True, kw_only=True):
 
 
 def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, markdown: bool) -> int:
-    """Raises ConfigError."""
+    """Returns the exit status: 130 after Ctrl-C, which reports what was simulated until then. Raises ConfigError."""
     began_s = shown_s = time.monotonic()
 
     def progress(line: str) -> None:
@@ -35,11 +36,16 @@ def run(fleet: FleetPlan, load: LoadPlan, config: RouterConfig, command: str, ma
 
     fleet = with_measured_front(fleet)
     hardware, simulation = this_hardware(), Simulation(fleet, load, config)
-    simulation.run(progress)
+    status = 0
+    try:
+        simulation.run(progress)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+        say(f"stopped: the report is of the first {simulation.seconds:.0f} simulated seconds")
     outcome = SimulateOutcome(command=command, hardware=hardware, took_s=time.monotonic() - began_s, found=figures(simulation))
     print(report(outcome, markdown))
     write_figures(outcome, load.json)
-    return 0
+    return status
 
 
 def with_measured_front(fleet: FleetPlan) -> FleetPlan:

@@ -151,7 +151,7 @@ class LoadPlan:
     slo_ttft_s: float = option(2.0, "a good answer's first token comes within so many seconds")
     slo_itl_s: float = option(0.05, "and the mean time between its tokens is at most this, in seconds")
     seed: int = option(0, "of all that is random: the same seed gives the same report")
-    progress: Switch = option("off", "on: say on stderr every few seconds how far the simulation is")
+    progress: Switch = option("on", "say on stderr every few seconds how far the simulation is")
     json: str = option("", "write all figures to this file")
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench import compare
 from bench.compare import (
     LEVELS,
     METRICS,
@@ -41,6 +43,7 @@ from bench.options import (
     check_comparable,
 )
 from bench.report import ReportStyle, ratios, this_hardware
+from bench.serve import MeasuredLoad
 from common.errors import ConfigError
 from common.options import read_config, to_flags
 from common.processes.local_fleet import FleetFailed
@@ -239,7 +242,10 @@ def test_each_layout_gets_the_load_in_its_turn_and_one_that_fails_is_reported(tm
     bench = CompareOptions(layout=("quick=-", "broken=-", "slow=-"), rates="100,50", seconds=0.08, rounds=2)
     workload = WorkloadOptions(dataset_name="custom", dataset_path=str(prompts))
     common = ServeOptions(workload=workload, load=LoadOptions(request_rate=1.0), results=ResultOptions(goodput=("itl:20",)))
-    runs, failures = measure_all(bench, common, stub, "")
+    runs: list[CompareRun] = []
+    failures: list[CompareFailure] = []
+    known = [len(runs) + len(failures) for _ in measure_all(bench, common, stub, "", runs, failures)]
+    assert known == [2, 3, 5, 7, 8, 10], "what is measured can be written after each turn"
     order = [(run.round, run.layout, run.rate) for run in runs]
     assert order == [(n, name, rate) for n in range(2) for name in ("quick", "slow") for rate in (50.0, 100.0)]
     assert [(each.layout, each.round, each.reason) for each in failures] == [
@@ -252,3 +258,30 @@ def test_each_layout_gets_the_load_in_its_turn_and_one_that_fails_is_reported(tm
         assert run.quantiles_ms["itl"] == sorted(run.quantiles_ms["itl"])
     slow = [run for run in runs if run.layout == "slow"]
     assert all(run.figures["attainment"] == 0.0 and run.figures["p50_itl_ms"] > 20 for run in slow)
+
+
+def test_a_signal_ends_the_comparison_with_what_was_measured_and_the_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = []
+
+    @contextlib.contextmanager
+    def fleet(url: str, *flags: str) -> Iterator[str]:
+        turns.append(url)
+        if len(turns) == 2:
+            raise KeyboardInterrupt
+        yield url
+
+    monkeypatch.setattr(compare, "served", fleet)
+    monkeypatch.setattr(compare, "measure", lambda bench, api_key: MeasuredLoad("m", {}, [], 0.0, 0.0))
+    monkeypatch.setattr(compare, "run_of", lambda layout, rate, number, *_: run_with(layout, rate, number, 1.0))
+    bench = CompareOptions(layout=("a=http://a", "b=http://b"), rates="1", rounds=3, output=str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert compare.run(bench, ServeOptions(results=GOOD), "launch bench compare", False, "") == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert [run["layout"] for run in written["runs"]] == ["a"] and len(turns) == 2
+    assert written["failures"] == [{"layout": "b", "round": 0, "reason": "stopped by a signal"}]
+    assert "stopped by a signal" in (tmp_path / "page.html").read_text()

@@ -8,14 +8,17 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from common.errors import INTERRUPTED
 from launch.child import BAD_FLAG
 from launch.main import build_parser, main
 from launch.simulate import SimulateOutcome, report
+from simulation.run import Simulation
 from tests.rig.forks import run_module
 
 HEAVY = ("torch", "transformers", "fastapi", "numpy", "zmq", "uvicorn", "nixl", "safetensors", "tokenizers")
@@ -185,6 +188,33 @@ def test_the_report_is_printed_and_its_figures_are_written(tmp_path: Path, capsy
 def sorted_as_given(file: Path) -> list[str]:
     """In the order of the fields."""
     return ["--rate=20.0", "--requests=8", "--mean-input=300", "--mean-output=5", f"--json={file}", "--heartbeat-s=0.25"]
+
+
+def test_ctrl_c_ends_a_simulation_with_the_report_of_what_it_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Simulation.run
+
+    def cut(simulation: Simulation, progress: Callable[[str], object]) -> None:
+        simulation.fleet.clock.at(simulation.began_s + 0.3, simulation.stop)
+        whole(simulation, progress)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Simulation, "run", cut)
+    assert main([*SMALL, "--requests=1000"]) == INTERRUPTED
+    said = capsys.readouterr()
+    assert "stopped: the report is of the first 0 simulated seconds" in said.err and "requests" in said.out
+
+
+def test_ctrl_c_ends_a_command_with_a_line_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("launch.chat.run", stopped)
+    assert main(["chat"]) == INTERRUPTED
+    assert capsys.readouterr().err == "\nlaunch chat: stopped\n"
 
 
 @pytest.mark.parametrize(
