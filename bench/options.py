@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from common.config import MOST_PORT
 from common.errors import ConfigError
+from common.extras import install_command
 from common.options import (
     Switch,
     option,
@@ -387,7 +388,7 @@ def check_comparable(common: ServeOptions) -> None:
     if not common.results.goodput:
         raise ConfigError("--goodput is missing: say what a good answer keeps, such as --goodput ttft:500 itl:50")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib, which draws the charts, is not installed: install it, as with pip install '.[bench]'")
+        raise ConfigError(f"matplotlib, which draws the charts, is not installed: {install_command('bench')}")
 
 
 DECIDED_BY_TRACE = ("num_prompts", "request_rate", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")

@@ -11,6 +11,7 @@ from typing import Literal
 
 from common.addresses import check_address, check_leader
 from common.drafting import Drafting, parse_drafting
+from common.extras import install_command
 from common.options import (
     Switch,
     option,
@@ -340,7 +341,7 @@ class RouterConfig:
     )
     grpc_port: str = option(
         "",
-        "port for gRPC beside HTTP: SGLang's scheduler service (needs pip install 'tandem-serve[grpc]'); 0: pick a free one and "
+        f"port for gRPC beside HTTP: SGLang's scheduler service (needs {install_command('grpc')}); 0: pick a free one and "
         "print it; without it: no gRPC",
         metavar="PORT",
     )
@@ -417,7 +418,7 @@ class RouterConfig:
     otlp_endpoint: str = option(
         "",
         "URL of an OpenTelemetry collector, such as http://127.0.0.1:4318, which gets spans of each request by OTLP over HTTP "
-        "(needs pip install 'tandem-serve[otlp]'); the SDK's OTEL_* variables apply too; without it: no spans",
+        f"(needs {install_command('otlp')}); the SDK's OTEL_* variables apply too; without it: no spans",
     )
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from common.config import AttentionName, Dtype, EngineConfig, shares_gpu, with_step_size
 from common.errors import ConfigError
 from common.executor import ExecutorFailed
+from common.extras import install_command
 from common.pages.layout import KVDtype, KVLayout
 from engine.cpu import build
 from engine.cpu.attention import DTYPES, NativeAttention, native_library
@@ -248,7 +249,7 @@ def flashinfer_refusal(layout: KVLayout, dtype: torch.dtype, host: FlashInferHos
     of_queries, pair = _name(dtype), f"{_name(dtype)} over {_name(kv_dtype)} pages"
     return _first_broken(
         (host.capability is not None, "FlashInfer needs a CUDA device and this instance computes on CPU", "give --device cuda"),
-        (host.version is not None, "FlashInfer is not installed", "install it, as with pip install '.[flashinfer]'"),
+        (host.version is not None, "FlashInfer is not installed", f"install it: {install_command('flashinfer')}"),
         (
             (host.capability or ()) >= (8, 0),
             f"the GPU's compute capability is {has} and FlashInfer needs 8.0",

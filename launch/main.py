@@ -19,6 +19,7 @@ from common.access import read_control_key, write_key
 from common.addresses import LOOPBACK
 from common.config import AccessConfig, EngineConfig, InstanceConfig, LogConfig, ModelConfig, RouterConfig, SecurityConfig
 from common.errors import INTERRUPTED, ConfigError
+from common.extras import install_command
 from common.host import count_gpus
 from common.options import read_config, with_defaults
 from launch import batch, chat, child, fleet_page, instance_command, settings
@@ -226,9 +227,7 @@ def _top(flags: argparse.Namespace) -> int:
     try:
         from launch.top import run
     except ImportError as error:
-        raise ConfigError(
-            f"launch top needs rich, which is not installed here: pip install 'tandem-serve[top]' ({error})"
-        ) from error
+        raise ConfigError(f"launch top needs rich, which is not installed here ({error}): {install_command('top')}") from error
     return run(plan, read_control_key(plan.control_key))
 
 

@@ -27,6 +27,7 @@ import msgspec
 from common.addresses import LOOPBACK, free_port, is_loopback
 from common.config import EngineConfig
 from common.errors import ConfigError, TandemError
+from common.extras import install_command
 from common.processes.child import KILL_S, Exited, JsonLine, Progress, Ready, Reported
 from launch import child
 from launch.child import LaunchReport, RoleEvent, RoleProcess, launch_command
@@ -367,7 +368,7 @@ def run(config: FleetConfig, cluster: RayConfig) -> int:
         import ray
     except ImportError as error:
         raise ConfigError(
-            "launch ray needs Ray, which is not installed here: pip install 'tandem-serve[ray]' on every node, the same version"
+            f"launch ray needs Ray, which is not installed here: on every node, with the same version: {install_command('ray')}"
         ) from error
     signal.pthread_sigmask(signal.SIG_BLOCK, child.STOP_SIGNALS)  # before Ray starts threads, which would take them
     try:

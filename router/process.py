@@ -17,6 +17,7 @@ from common.access import LOOPBACK_ONLY, OPEN, Access, Trust
 from common.addresses import bind_address
 from common.config import ModelConfig, RouterConfig
 from common.errors import ConfigError
+from common.extras import install_command
 from common.host import allow_many_files
 from common.ids import InstanceId
 from common.mail import Mailbox
@@ -116,7 +117,7 @@ def _extra(need: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ConfigError(f"{need}, which is not installed here ({error}): pip install 'tandem-serve[{extra}]'") from error
+        raise ConfigError(f"{need}, which is not installed here ({error}): {install_command(extra)}") from error
 
 
 def _grpc(config: RouterConfig, *others: Any) -> contextlib.AbstractAsyncContextManager[str]:

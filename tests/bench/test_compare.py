@@ -133,7 +133,7 @@ def test_without_matplotlib_the_command_says_what_to_install_before_it_starts_an
     with pytest.raises(ConfigError, match="matplotlib"):
         check_comparable(ServeOptions(results=GOOD))
     assert main(["bench", "compare", "--layout", "a=http://127.0.0.1:9", "--goodput", "ttft:1"]) == 2
-    assert "pip install '.[bench]'" in capsys.readouterr().err
+    assert "pip install -c constraints.txt -e '.[bench]'" in capsys.readouterr().err
 
 
 def run_with(layout: str, rate: float, number: int, value: float) -> CompareRun:

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,15 @@ def test_every_message_that_the_page_of_messages_explains_is_one_of_the_code() -
     pieces = [piece.strip() for message in messages for piece in message.split("…")]
     missing = [piece for piece in pieces if piece not in _texts_of_the_code()]
     assert len(messages) >= 40 and not missing
+
+
+def test_extras_are_installed_from_a_checkout_and_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    said = "\n".join([_texts_of_the_code(), *(page.read_text() for page in WRITTEN)])
+    assert "tandem-serve[" not in said
+    assert set(re.findall(r"-e '\.\[(\w+)\]'", said)) <= extras.keys()
+    called = re.findall(r"install_command\('(\w+)'\)", "\n".join(p.read_text() for r in ROOMS for p in (ROOT / r).rglob("*.py")))
+    assert len(called) >= 6 and set(called) <= extras.keys()
 
 
 def test_the_table_for_users_of_others_says_what_launch_suggests_for_their_flags() -> None:

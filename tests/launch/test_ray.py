@@ -64,7 +64,7 @@ def test_without_ray_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(builtins, "__import__", without_ray)
     assert main(["ray"]) == 2
-    assert "pip install 'tandem-serve[ray]'" in capsys.readouterr().err
+    assert "pip install -c constraints.txt -e '.[ray]'" in capsys.readouterr().err
 
 
 class FakeHost:

@@ -295,7 +295,7 @@ async def test_without_the_sdk_the_flag_is_refused_with_the_command_that_install
     monkeypatch.setitem(sys.modules, "router.api.spans", None)
     stop = asyncio.Event()
     asked = config(port=0, control_port=0)
-    with pytest.raises(ConfigError, match=r"--otlp-endpoint needs .* pip install 'tandem-serve\[otlp\]'"):
+    with pytest.raises(ConfigError, match=r"--otlp-endpoint needs .* pip install -c constraints.txt -e '.\[otlp\]'"):
         await serve(asked, ModelConfig(), InstanceId(ROUTER), ["tcp://127.0.0.1:1"], lambda serving: None, stop, stop)
     for url in ("localhost:4318", "ftp://a", "http://", "http://a?b"):
         with pytest.raises(ConfigError, match="--otlp-endpoint must be"):
