@@ -134,8 +134,8 @@ class FollowerLoop:
         """Obey, and report what happened. Raises RankLost when the leader is lost, PeerRefused when this cannot be a rank of the
         instance, and what executor or transfers raise."""
         now = clock()
-        if self.welcome is not None:
-            self._line.forgive(self._absence.begins(now))
+        if self._absence.begins(now) and self.welcome is not None:
+            self._line.forgive(now)
         self._take_turn(now)
         self._absence.ends(now, clock(), self.next_deadline())
 

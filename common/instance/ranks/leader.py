@@ -192,9 +192,9 @@ class Followers:
     def turn(self, clock: Callable[[], float]) -> None:
         """Take in mail, and send what is due. Raises RankLost, and ConfigError while the instance starts."""
         began = clock()
-        absent_s = self._absence.begins(began)
-        for follower in self._all:
-            follower.line.forgive(absent_s)
+        if self._absence.begins(began):
+            for follower in self._all:
+                follower.line.forgive(began)
         self._take_turn(clock, began)
         self._absence.ends(began, clock(), self.next_deadline())
 

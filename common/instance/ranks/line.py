@@ -56,7 +56,7 @@ class RankLine:
         self.heard_s = now
         """When the other side was last heard."""
         self._is_forgiven = False
-        """Its present silence was shortened once."""
+        """Its present silence has begun anew once."""
         self._sent = 0
         self._taken = 0
         self._offsets_s: deque[float] = deque(maxlen=PONGS_KEPT)
@@ -79,11 +79,11 @@ class RankLine:
         when = "serves" if serves else "starts"
         return RankLost(f"{self.who} sent {type(message).__name__} while the instance {when}")
 
-    def forgive(self, absent_s: float) -> None:
-        """Our own loop stood still for so long: that is no silence of the other side, which may have stood still with us. Once in
-        each silence, so that a loop that is always late notices who is lost, too."""
-        if absent_s > 0.0 and not self._is_forgiven:
-            self.heard_s += absent_s
+    def forgive(self, now: float) -> None:
+        """Our own loop stood still until now: what the other side has sent may not have come yet, or it stood still with us. So
+        its silence begins anew, once in each silence: a loop that is always late must notice who is lost, too."""
+        if not self._is_forgiven:
+            self.heard_s = now
             self._is_forgiven = True
 
     def check(self, now: float, silence_s: float) -> None:
