@@ -7,6 +7,7 @@ No text within a line can look like another line. As text, what follows a line b
 are escaped; fields, which may hold what a client sent, are quoted where they hold more than visible ASCII. JSON escapes both.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -95,6 +96,7 @@ class LogThread(QueueHandler):
         """Lines for which there was no room."""
         self._fd = fd
         threading.Thread(target=self._write, name="log", daemon=True).start()
+        atexit.register(self.flush)  # a library that configures logging takes us from what `logging.shutdown` flushes
 
     def enqueue(self, record: logging.LogRecord) -> None:
         try:
@@ -126,4 +128,14 @@ class LogThread(QueueHandler):
 
 def lines_dropped() -> int:
     """Lines of this process that nobody has got."""
-    return sum(each.dropped for each in logging.getLogger().handlers if isinstance(each, LogThread))
+    return sum(each.dropped for each in _threads())
+
+
+def flush() -> None:
+    """Wait until what was logged is written, for FLUSH_S at most: for a process that ends without its `atexit` functions."""
+    for each in _threads():
+        each.flush()
+
+
+def _threads() -> list[LogThread]:
+    return [each for each in logging.getLogger().handlers if isinstance(each, LogThread)]

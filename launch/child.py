@@ -29,7 +29,7 @@ import msgspec
 from common.config import LogConfig
 from common.errors import ConfigError, TandemError
 from common.host import core_count
-from common.logs import JsonLines, LogThread, TextLines
+from common.logs import JsonLines, LogThread, TextLines, flush
 from common.processes import child as events
 from common.processes.child import Broken, Child, IntakeClosed, JsonLine, Parent, Progress, Ready
 
@@ -276,7 +276,7 @@ class ChildProcess:
         self.report(Broken(reason=reason))
         for act in self._on_sudden_end:
             act()
-        logging.shutdown()
+        flush()
         os._exit(1)
 
     def ended(self) -> None:

@@ -14,6 +14,7 @@ and the process is gone within CLOSE_S.
 """
 
 import contextlib
+import logging
 import secrets
 import sys
 import threading
@@ -40,6 +41,8 @@ from launch.instance_command import InstanceCommand
 from launch.rank_leader import LeaderRanks, describe_rank
 from launch.rank_setup import SINGLE_RANK, open_rank
 from prefill.scheduler import PrefillScheduler
+
+_log = logging.getLogger(__name__)
 
 CLOSE_S = 8.0
 """How long transfers and engine may take to close. Less than `launch local` waits for it; more than a push takes to end."""
@@ -91,6 +94,7 @@ def serve(process: ChildProcess, command: InstanceCommand, engines: Mapping[int,
             _turn_until_drained(process, worker, mailbox, info, ranks)
         finally:
             process.end_within(CLOSE_S, f"closing took longer than {CLOSE_S:g} s, after: {sys.exception() or 'a drain'}")
+    _log.info("drained, and left the fleet")
 
 
 def _turn_until_drained(

@@ -219,7 +219,10 @@ class Members:
         if reason is not None:
             return Change(self._refuse(message, reason, now, is_mismatch=is_mismatch))
         if known is not None and info.id in self._members:
-            change.lost.append(self._remove(known, "replaced by a newer incarnation", now, silent=False))
+            reason = "replaced by a newer incarnation"
+            if info.inbox != known.info.inbox:
+                reason += f" at {info.inbox} (it was at {known.info.inbox}): if both run, give them different names"
+            change.lost.append(self._remove(known, reason, now, silent=False))
         for member in change.lost:
             self._left(member, change, now)
         change.sends += self._join(message, now)

@@ -122,3 +122,22 @@ def test_a_process_whose_log_nobody_reads_ends_in_time_and_one_that_is_read_lose
     whole = subprocess.run(command, capture_output=True, check=True, timeout=60)
     lines = [json.loads(line) for line in whole.stderr.decode().splitlines()]
     assert len(lines) == 3_000 and {line["process"] for line in lines} == {"stuck"}
+
+
+ANEW = """
+import logging, logging.config, sys
+from common.config import LogConfig
+from launch.child import ChildProcess, configure
+configure(LogConfig(), "leader")
+logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+for number in range(3_000):
+    logging.getLogger("room").error("x" * 100)
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(1)", "ChildProcess('leader').end_now('rank 1 is gone')"])
+def test_the_last_line_is_written_also_where_a_library_has_configured_logging_anew(end: str) -> None:
+    script = ANEW + f"logging.getLogger('room').error('rank 1 is gone')\n{end}\n"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.decode().splitlines()[-1].endswith("rank 1 is gone")

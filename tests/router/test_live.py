@@ -107,7 +107,12 @@ async def test_what_happened_to_the_fleet_is_marked_once_also_what_happened_befo
     state = await view.look(3.0)
     assert [(mark.kind, mark.who, mark.text) for mark in state.marks[5:]] == [
         ("left", "d1", "is lost: its node is gone"),
-        ("left", "d0", "is lost: replaced by a newer incarnation"),
+        (
+            "left",
+            "d0",
+            "is lost: replaced by a newer incarnation at tcp://127.0.0.1:12 (it was at tcp://127.0.0.1:11): if both run, give "
+            "them different names",
+        ),
         ("joined", "d0", "is back from 127.0.0.1:12 (prefill, 64 pages)"),
     ]
     assert state.roster == view.roster.version == version + 1
