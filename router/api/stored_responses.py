@@ -264,7 +264,7 @@ class StoredResponses(StoreApi):
         """Nobody computes it any more. Runs within the store."""
         if self.store.now(stored.number).holder != stored.holder:
             return  # another router was faster
-        last = max(self.store.part_numbers(stored.number))
+        last = max(self.store.part_numbers(stored.number), default=ITEMS_PART)
         body, event = failed_response(stored, message, last + 1)
         if last > ITEMS_PART:
             self.store.append(stored.number, [(last + 1, event)], may_exceed=True)
