@@ -269,9 +269,10 @@ DETOKENIZER_FIGURES: tuple[tuple[Kind, str, str], ...] = (
 class RouterCollector(Collector):
     """What the router knows at the moment of a scrape."""
 
-    def __init__(self, core: RouterCore, mail: Mail[RouterInbox]) -> None:
+    def __init__(self, core: RouterCore, mail: Mail[RouterInbox], store_stalled_s: Callable[[], float]) -> None:
         self._core = core
         self._mail = mail
+        self._store_stalled_s = store_stalled_s
 
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
@@ -282,6 +283,8 @@ class RouterCollector(Collector):
         yield _family("counter", "tandem_router_messages_lost", what, "reason", self._mail.messages_lost)
         what = "Lines of the router's log that were dropped: whoever reads them was too slow, or is gone."
         yield CounterMetricFamily("tandem_router_log_lines_dropped", what, lines_dropped())
+        what = "How long calls have waited since the store last got something done. 0: none waits."
+        yield GaugeMetricFamily("tandem_store_stalled_seconds", what, self._store_stalled_s())
 
     def _requests(self) -> Iterator[Metric]:
         """The open requests, and what the router refused or dropped."""

@@ -88,8 +88,11 @@ T = TypeVar("T")
 PARTS = (TraceApi, InstancesApi, WeightsApi, VllmApi, ServerInfoApi, AdaptersApi)
 BEAT_S = 1.0
 """How often the store is asked what there is to do."""
+TELL_AGAIN_S = 60.0
+"""How often the log says that the store is still in the same trouble."""
 END_S = 5.0
-"""How long responses in the background may take to be stored when the router ends."""
+"""How long responses in the background may take to be stored when the router ends, and then how
+long the store may take to close."""
 MOST_RELOADS = 4
 """So often the adapters of a request are loaded again, if others need their places before it begins."""
 _log = logging.getLogger(__name__)
@@ -140,8 +143,11 @@ class Api(ApiPart):
         self._judge = intake.judge(embedding)
         self._keep_alive_s = config.keep_alive_s
         self._started = int(time.time())
-        metrics.registry.register(RouterCollector(gateway.core, gateway.mail))
+        metrics.registry.register(RouterCollector(gateway.core, gateway.mail, self._store_stalled_s))
         self._aliases = MetricAliases(config.metric_aliases, model, metrics.registry) if config.metric_aliases != "none" else None
+
+    def _store_stalled_s(self) -> float:
+        return 0.0 if self._store is None else self._store.stalled_s()
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
@@ -156,17 +162,21 @@ class Api(ApiPart):
             beating.cancel()
             await self.stored_responses.close(END_S)
             await self.batches.close()
-            await self._store.close()
+            await self._store.close(END_S)
 
     async def _beat(self, store: Store) -> None:
+        told, told_s = "", 0.0
         while True:
             self.batches.news.clear()
             try:
                 await self.stored_responses.beat()
                 await self.batches.beat()
                 await store.do(store.sweep)
+                told = ""
             except (TandemError, OSError) as error:  # OSError: such as too many open files; the next beat may do better
-                _log.error("%s", error)
+                if str(error) != told or time.monotonic() - told_s >= TELL_AGAIN_S:
+                    told, told_s = str(error), time.monotonic()
+                    _log.error("%s", error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.batches.news.wait(), BEAT_S)
 
@@ -357,12 +367,13 @@ class Api(ApiPart):
         "GET /health, GET /ping, POST /ping",
         "Operations",
         "Health",
-        "The router and its detokenizer are alive.",
+        "The router, its detokenizer and its store are alive.",
         troubles=_NOT_SO,
     )
     async def health(self) -> Response:
-        """200 while the router and its detokenizer are alive, otherwise 503 and why."""
-        reasons = self._gateway.core.unhealthy()
+        """200 while the router, its detokenizer and its store are alive, otherwise 503 and why."""
+        trouble = None if self._store is None else self._store.trouble()
+        reasons = self._gateway.core.unhealthy() + ([] if trouble is None else [trouble])
         return json_response({"status": "unhealthy" if reasons else "ok", "reasons": reasons}, 503 if reasons else 200)
 
     @Described("GET /ready, GET /health_generate", "Operations", "Readiness", "A request could be served now.", troubles=_NOT_SO)

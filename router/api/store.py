@@ -12,7 +12,10 @@ Routers of one host share a file. A life holds a lock on a file beside it, which
 So a router that is only slow is never taken for dead, and what a dead one held is found at once.
 """
 
+import asyncio
 import fcntl
+import logging
+import math
 import os
 import sqlite3
 import time
@@ -21,7 +24,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.errors import BadRequest, ConfigError, Conflict, NotFound, TandemError
 from router.api.threads import SharedThreads
@@ -36,6 +39,9 @@ MOST_CALLS = 256
 """Calls of clients that may wait for the store at once: more get 429."""
 BUSY_S = 30.0
 """How long another router may write."""
+STALLED_S = 2 * BUSY_S
+"""A store that gets nothing done for so long while calls wait is stalled. One call may wait for
+another router, and one for the disk."""
 FORMAT = 2
 SCHEMA = f"""
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA foreign_keys = ON; BEGIN IMMEDIATE;
@@ -64,6 +70,7 @@ _USERS = "SELECT 1 FROM objects AS users WHERE users.owner = objects.owner AND u
 FREE = f"holder = '' AND NOT EXISTS ({_USERS})"
 """What may go: nobody works on it, nor on what needs it."""
 
+_log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 
@@ -100,6 +107,12 @@ class Store:
     def __init__(self, path: str, most_bytes: int, age_s: float, life: str) -> None:
         self._path, self._most_bytes, self.age_s, self.life = path, most_bytes, age_s, life
         self._places = Places(MOST_CALLS, "calls of the store")
+        self._calls: dict[asyncio.Task[Any], float] = {}
+        """Since when each call waits, the oldest first."""
+        self._stalled_since_s = -math.inf
+        """Since when it was stalled when a call last ended for that."""
+        self._moved_s = time.monotonic()
+        """When the store last got something done."""
         try:
             self._alive = self._hold_lock()
             Path(path).touch(mode=0o600)
@@ -123,12 +136,43 @@ class Store:
         """Do this on the store's thread, all of it or nothing. owner: the key of the client that waits for it; keys take turns;
         None: no client waits. Raises Overloaded for a client, StoreFailed, and what the work raises."""
         with nullcontext() if owner is None else self._places.held(owner, 1):
-            return await self._threads.run(owner or "", partial(self._transact, work))
+            working = asyncio.create_task(self._threads.run(owner or "", partial(self._transact, work)))
+            self._calls[working] = time.monotonic()
+            try:
+                while not working.done():
+                    left_s = STALLED_S - self.stalled_s()
+                    if left_s <= 0:
+                        self._stalled_since_s = time.monotonic() - self.stalled_s()
+                        raise StoreFailed(f"{self.trouble()}: try again later, or without the store")
+                    await asyncio.wait({working}, timeout=left_s)
+                return working.result()
+            finally:
+                del self._calls[working]
+                if not working.cancel() and not working.cancelled():
+                    working.exception()  # nobody else asks for it when the caller is cancelled
 
-    async def close(self) -> None:
-        """What this life still holds is free for others."""
-        await self._threads.run("", self._db.close)
+    def trouble(self) -> str | None:
+        """What is wrong with it, for operators."""
+        stalled_s = self.stalled_s()
+        return f"the store {self._path} has got nothing done for {stalled_s:.0f} s" if stalled_s >= STALLED_S else None
+
+    def stalled_s(self) -> float:
+        """How long calls have waited since the store last got something done; 0: none waits."""
+        moved_s = self._moved_s
+        since_s = max(moved_s, next(iter(self._calls.values()), math.inf))
+        if self._stalled_since_s >= moved_s:
+            since_s = min(since_s, self._stalled_since_s)
+        return max(0.0, time.monotonic() - since_s)
+
+    async def close(self, within_s: float) -> None:
+        """What this life still holds is free for others. A store that is stalled is left as it is."""
+        closing = asyncio.create_task(self._threads.run("", self._db.close))
+        await asyncio.wait({closing}, timeout=within_s)
         self._threads.close()
+        if not closing.done():
+            closing.cancel()
+            _log.error("the store %s was not free within %g s: the router ends without closing it", self._path, within_s)
+            return
         self._alive_path(self.life).unlink(missing_ok=True)
         os.close(self._alive)
 
@@ -255,16 +299,21 @@ class Store:
 
     def _transact(self, work: Callable[[], R]) -> R:
         try:
-            if self._file_now() != self._file:
-                raise FileNotFoundError(f"{self._path} is another file than when this router started")
-        except OSError as error:  # SQLite would go on with a file that has no name, and that nobody finds after a restart
-            raise StoreFailed(f"the store's file was removed or replaced, so start the router again: {error}") from error
-        try:
+            self._require_file()
             self._db.execute("BEGIN IMMEDIATE")
             with self._db:
                 return work()
         except sqlite3.Error as error:
             raise StoreFailed(f"the store cannot be used: {error}") from error
+        finally:
+            self._moved_s = time.monotonic()
+
+    def _require_file(self) -> None:
+        try:
+            if self._file_now() != self._file:
+                raise FileNotFoundError(f"{self._path} is another file than when this router started")
+        except OSError as error:  # SQLite would go on with a file that has no name, and that nobody finds after a restart
+            raise StoreFailed(f"the store's file was removed or replaced, so start the router again: {error}") from error
 
     def _alive_path(self, life: str) -> Path:
         return Path(f"{self._path}.{life}.alive")

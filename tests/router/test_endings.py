@@ -192,7 +192,7 @@ async def test_a_thread_is_free_again_however_whoever_waits_for_it_ends() -> Non
 async def test_the_store_is_free_again_however_its_caller_ends(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"), 2**20, 60.0, "router-a")
     await end_everywhere(on_busy(store._threads, lambda: not len(store._places)), lambda: store.do(store.sweep, "owner"))
-    await store.close()
+    await store.close(20.0)
 
 
 async def test_the_bytes_of_a_large_body_are_free_again_however_its_reading_ends(site: Site) -> None:

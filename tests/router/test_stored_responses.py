@@ -4,6 +4,8 @@ import asyncio
 import fcntl
 import math
 import os
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,6 +24,7 @@ from common.config import RouterConfig
 from common.errors import ConfigError
 from common.ids import InstanceId
 from common.messages import Cancel, Finished, TextBatch, TextDelta
+from router.api import store as store_module
 from router.api.store import KEY_SHARE, WAITING, Store, StoreFailed
 from router.requests import Places
 from tests.router.calls import ALICE, BOB, keyed, openai_to, sent_to_fleet, until
@@ -434,6 +437,43 @@ async def test_an_id_is_refused_that_looks_like_the_url_of_a_conversation(tmp_pa
         with pytest.raises(openai.BadRequestError, match="X-Request-Id may not end with /input_items"):
             await client_of().responses.create(input="hello", **ASK, **named)
         assert (await client_of().responses.create(input="hello", store=False, **ASK, **named)).output_text == "hello"
+
+
+async def test_a_store_that_gets_nothing_done_is_named_by_health_and_refuses_calls_until_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "STALLED_S", 0.2)
+    may_end, is_busy = threading.Event(), threading.Event()
+    try:
+        async with Site(None, config(tmp_path)) as site, site.client() as client:
+            store = site.api.stored_responses.store
+
+            def work() -> bool:
+                is_busy.set()
+                return may_end.wait()
+
+            with pytest.raises(StoreFailed, match="nothing done"):
+                await store.do(work)
+            assert is_busy.is_set(), "its caller has its answer while the thread is still at it"
+            body = {"model": MODEL, "input": "hello", "max_output_tokens": 5}
+            for call in (client.get("/v1/batches"), client.post("/v1/responses", json=body)):
+                refused = await call
+                assert refused.status_code == 507 and "nothing done" in refused.text
+            sick = await client.get("/health")
+            assert sick.status_code == 503 and str(tmp_path / "store") in sick.json()["reasons"][0]
+            assert "tandem_store_stalled_seconds 0.0\n" not in (await client.get("/metrics")).text
+            assert (await client.post("/v1/responses", json=body | {"store": False})).status_code == 200
+            may_end.set()
+            await until(lambda: store.trouble() is None)
+            assert (await client.post("/v1/responses", json=body)).status_code == 200
+            assert (await client.get("/health")).status_code == 200
+            may_end.clear()
+            with pytest.raises(StoreFailed):
+                await store.do(work)
+            stopping = time.monotonic()
+        assert time.monotonic() - stopping < 60, "the router ends in order, whatever the store does"
+    finally:
+        may_end.set()
 
 
 @pytest.mark.parametrize("replaced", [False, True])
