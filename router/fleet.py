@@ -89,6 +89,8 @@ up itself."""
 ANSWER_DIVISOR = 2
 """A heartbeat is not answered while the last answer is younger than this part of `dead_after_s`: an answer costs as much as a
 heartbeat."""
+TAKES_ROLE = "it takes the role"
+"""How the reason of an instance begins that comes back in another role."""
 IN_ORDER = "left"
 """The reason of a member that was told to leave."""
 NAME_SHOWN, REASON_SHOWN = 64, 500
@@ -474,9 +476,7 @@ class Members:
         self._silence.clear(info.id)
         self._curious.pop(info.id, None)
         self._farewells.set(info.id, now + (SILENT_ROUTE_S if silent else LEFT_ROUTE_S))
-        in_order = reason == IN_ORDER
-        said = ("drained and left" if is_quiet else "left") if in_order else f"is lost: {reason}"
-        self.history.tell("left", info.id, said, now, level=logging.INFO if in_order else logging.WARNING)
+        self._note_leave(member, reason, now, is_quiet=is_quiet)
         departure = Departure(member, reason, now, silent, is_quiet)
         for forgotten in _remember(self.departed, info.id, departure, DEPARTED_REMEMBERED):
             self._farewells.clear(forgotten)
@@ -485,6 +485,14 @@ class Members:
         self.candidates.leave(member)
         self.caches.leave(member)
         return member
+
+    def _note_leave(self, member: Member, reason: str, now: float, *, is_quiet: bool) -> None:
+        if reason == IN_ORDER:
+            self.history.tell("left", member.info.id, "drained and left" if is_quiet else "left", now)
+        elif reason.startswith(TAKES_ROLE):
+            self.history.tell("left", member.info.id, f"leaves for a moment: {reason}", now)
+        else:
+            self.history.tell("left", member.info.id, f"is lost: {reason}", now, level=logging.WARNING)
 
     def _set_pace(self) -> None:
         """In a large fleet each member reports more rarely, so that all of them together cost this router no more. A member still

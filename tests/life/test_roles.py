@@ -64,7 +64,7 @@ def test_it_serves_in_the_new_role_and_comes_back() -> None:
     fleet = ToyFleet(1, 2)
     assert changed(fleet, "decode-1", "prefill").info.role == "prefill"
     changed(fleet, "prefill-0", "decode")
-    fleet.turn_until(lambda: not fleet.router_process.core.unready(), BRING_S)
+    fleet.turn_until(lambda: not fleet.router_process.core.degraded(), BRING_S)
     client = fleet.submit("r", PROMPT, max_tokens=5)
     fleet.run(client)
     assert client.token_ids == undisturbed(PROMPT, 5)
@@ -79,7 +79,7 @@ def test_the_prefix_cache_stays() -> None:
     holder = next(name for name in ("decode-0", "decode-1") if fleet.instances[name].pool.cached_pages)
     changed(fleet, "prefill-0", "decode")
     changed(fleet, holder, "prefill")
-    fleet.turn_until(lambda: not fleet.router_process.core.unready(), BRING_S)
+    fleet.turn_until(lambda: not fleet.router_process.core.degraded(), BRING_S)
     fleet.run(fleet.submit("second", PROMPT, max_tokens=5))
     assert fleet.instances[holder].scheduler.report().counters.prompt_tokens_hit == 16
 

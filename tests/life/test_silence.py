@@ -154,7 +154,7 @@ def test_a_writer_that_is_not_answered_stops_in_mid_push_when_its_lease_ends() -
     assert pages_written(fleet) == written, "nothing is posted under a lease that has ended"
     fleet.turn_until(lambda: client.ended)
     assert_answered(client)
-    fleet.turn_until(lambda: fleet.is_home() and not fleet.router.unready(), seconds=30.0)
+    fleet.turn_until(lambda: fleet.is_home() and not fleet.router.degraded(), seconds=30.0)
 
 
 def pages_written(fleet: ToyFleet) -> int:
