@@ -62,7 +62,7 @@ def parse_drafting(config: str, algorithm: str, num_draft_tokens: int, draft_mod
         raise ConfigError(f'--speculative-config must be a JSON object such as {{"method": "ngram"}}: {error}') from error
     method = given.get("method", "draft_model" if "model" in given else None)
     is_known = isinstance(method, str) and method in _FIELDS
-    require(is_known, "speculative-config", f"of a supported method, which are {', '.join(_FIELDS)}", method)
+    require(is_known, "speculative-config", f"an object whose method is one of {', '.join(_FIELDS)}", method)
     fields = _FIELDS[str(method)]
     unknown = ", ".join(sorted(given.keys() - set(fields)))
     require(not unknown, "speculative-config", f"an object of {', '.join(fields)}", unknown)

@@ -42,6 +42,7 @@ def test_a_search_prints_its_choice_and_writes_a_page_that_needs_nothing_else(
 ) -> None:
     if not is_simulated:
         monkeypatch.setattr("launch.plan.SPAWN", multiprocessing.dummy)
+        monkeypatch.setattr("signal.signal", lambda number, handler: None)  # threads may not set any
         monkeypatch.setattr(FleetSearch, "run", known_run)
     page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
     given = ["plan", "--devices=2", "--seconds=8", "--windows=1", "--jobs=1", *SLOW, f"--page={page}", f"--json={figures}"]

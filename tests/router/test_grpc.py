@@ -420,7 +420,7 @@ async def test_a_client_learns_what_is_served_and_how_it_is(client: Client) -> N
 
 async def test_without_grpcio_the_flag_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "router.api.grpc_server", None)
-    with pytest.raises(ConfigError, match=r"--grpc-port needs grpcio.*tandem-serve\[grpc\]"):
+    with pytest.raises(ConfigError, match=r"--grpc-port needs grpcio.*\.\[grpc\]"):
         event = asyncio.Event()
         event.set()
         config = dataclasses.replace(CONFIG, port=0, control_port=0)
