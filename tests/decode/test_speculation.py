@@ -165,7 +165,7 @@ def test_flags_of_vllm_and_of_sglang_ask_for_drafts(
         ('{"method": "draft_model", "model": "x", "prompt_lookup_max": 3}', "none", 0, "", "an object of method, num_spec"),
         ('{"method": "draft_model"}', "none", 0, "", "whose model is a folder or a name"),
         ('{"method": "draft_model", "model": 3}', "none", 0, "", "whose model is a folder or a name"),
-        ('{"method": "mtp"}', "none", 0, "", "of a supported method, which are ngram, draft_model, eagle3; it is 'mtp'"),
+        ('{"method": "mtp"}', "none", 0, "", "an object whose method is one of ngram, draft_model, eagle3; it is 'mtp'"),
         ('{"method": ["ngram"]}', "none", 0, "", "an object whose method is one of ngram, draft_model"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "none", 0, "", "num_speculative_tokens is between 1 and 32"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "none", 0, "", "num_speculative_tokens is between 1 and 32"),
