@@ -244,6 +244,8 @@ class RowSampling(NamedTuple):
 
 ROW_FAULTS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, OverflowError)
 """What libraries raise at what one request has brought. It fails the row, with an error that says what raised it."""
+DEVICE_FAULTS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Those of them that no request has brought: the step fails. Name them first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

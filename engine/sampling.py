@@ -22,7 +22,7 @@ from common.errors import TandemError
 from common.executor import Logprobs, RowStart, StepPlan
 from common.ids import Int32Array, Int64Array
 from engine.logits_processors import row_parts
-from engine.ports import ROW_FAULTS, LogitsProcessor, RowSampling, SampledRows
+from engine.ports import DEVICE_FAULTS, ROW_FAULTS, LogitsProcessor, RowSampling, SampledRows
 from engine.rows import HostStep, Staging
 from engine.torch_kernels import Kernels
 
@@ -165,6 +165,8 @@ def _failing(processor: LogitsProcessor, rows: SampledRows) -> Iterator[None]:
     """What the processor raises fails the rows that it concerns, and no others: theirs are the only logits that it changes."""
     try:
         yield
+    except DEVICE_FAULTS:
+        raise
     except ROW_FAULTS as error:
         for row in rows.host.tolist():
             rows.failed.setdefault(row, _processor_failed(processor, error))
@@ -238,6 +240,8 @@ class Sampler:
         """One after the other if that fails, so that only the row fails that the processor cannot begin."""
         try:
             processor.start(starts)
+        except DEVICE_FAULTS:
+            raise
         except ROW_FAULTS as error:
             if len(starts) > 1:
                 for start in starts:

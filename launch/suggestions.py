@@ -68,6 +68,7 @@ COMMANDS_OF_OTHERS = {
 def suggest(word: str, known: Iterable[str]) -> str:
     """The end of a message about a word that is none of the known ones, which may be flags, variables, keys or commands."""
     known = [*known]
+    word = word.partition("=")[0]
     spelled = f"--{word.removeprefix('TANDEM_').strip('-').replace('_', '-').lower()}"
     if same := SAME_MEANING.get(spelled):
         field = same.strip("-").replace("-", "_")

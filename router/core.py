@@ -145,8 +145,8 @@ class RouterCore:
             case LinkReport() | CacheChanges() | WeightsStaged() | TaskDone() | RoleKept() | AdaptersHeld():
                 return self.apply(self.fleet.told(message, now), now)
             case Goodbye():
-                if self._hear(message) is not None:
-                    self.requests.suspect(message.suspects, f"{message.id}: {message.reason}")
+                if (member := self._hear(message)) is not None:
+                    self.requests.suspect(message.suspects, member, f"{message.id}: {message.reason}")
                 return self.apply(self.fleet.goodbye(message, now), now)
             case Placed():
                 return self.requests.placed(message.key, Life(message.id, message.incarnation), message.decode, now)

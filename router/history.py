@@ -13,6 +13,8 @@ import msgspec
 MOST_KEPT = 256
 MOST_LOGGED = 20
 """How many events of one second get a line of their own: a thousand instances may join at once."""
+MOST_WARNED = 200
+"""The same of warnings, which are not to be lost among those."""
 WHO_CHARS = 128
 TEXT_CHARS = 200
 
@@ -55,5 +57,5 @@ class FleetHistory:
             self._second = int(at)
             self._logged = 0
         self._logged += 1
-        if self._logged <= MOST_LOGGED:
+        if self._logged <= (MOST_WARNED if level >= logging.WARNING else MOST_LOGGED):
             _log.log(level, "%s %s", event.who, event.text)

@@ -309,12 +309,12 @@ class RequestBook:
         setback = _lost(member.info.id, (member,))
         return [send for attempt in attempts for send in self._resume(attempt, setback, now)]
 
-    def suspect(self, keys: Iterable[AttemptId], failure: str) -> None:
-        """These attempts were in a step whose failure has ended an instance, which is lost in a moment. failure: of which, and
+    def suspect(self, keys: Iterable[AttemptId], member: Member, failure: str) -> None:
+        """These attempts were in a step whose failure has ended this member, which is lost in a moment. failure: of which, and
         why."""
         for key in keys:
             attempt = self._find(key)
-            if attempt is not None:
+            if attempt is not None and member in attempt.members:
                 attempt.record.failed_steps.append(failure)
 
     def detokenizer_moved(self, detokenizer: InstanceId) -> None:
@@ -479,6 +479,8 @@ class RequestBook:
             match alarm:
                 case Alarm.DEADLINE:
                     sends += self._break_off(record, Failed.of(self._too_slow(record)), now)
+                case Alarm.WAIT if self._fleet.weights.is_held:
+                    pass  # it waits for those who have paused the fleet
                 case Alarm.WAIT:
                     sends += self._break_off(record, self._parked[request_id], now)
                 case Alarm.RETRY:

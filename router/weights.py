@@ -17,6 +17,7 @@ not change in time, leaves the fleet; it comes back and is brought to the new we
 New requests go to members with the weights of `target` only, so the two instances of a request always have the same.
 """
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -34,6 +35,8 @@ UpdateMode = Literal["recompute", "finish", "abort"]
 
 STAGE_S = 1_800.0
 """How long members may take to read new weights."""
+SETTLE_S = 30.0
+"""How long the members of another router's update may have different weights while requests wait."""
 SWITCH_S = 120.0
 """How long a member may take to change to weights that are ready, once nothing keeps it."""
 _SAME_FILES = "give all instances the same files, or have all change by POST /update_weights_from_disk"
@@ -116,6 +119,10 @@ class FleetWeights:
         """Members that have the weights of the fleet, and are to learn what these are called."""
         self._bringing: dict[Life, Digest | None] = {}
         """Newcomers that had others, and what they have staged so far."""
+        self._differs_s: dict[Life, float] = {}
+        """Since when members have had weights that another router gave them, and this one does not know."""
+        self._heard_s = 0.0
+        """When a member was last heard."""
         self._unable: dict[Life, str] = {}
         """Why newcomers could not be given the fleet's weights."""
         self.update: Update | None = None
@@ -134,7 +141,7 @@ class FleetWeights:
         """Some decode instances get no requests only because another router has the fleet change its weights: in a moment more
         than half of them will have changed, and this router follows."""
         decodes = (member for member in self._members() if member.info.role == "decode")
-        return any(member.misfit and member.life not in self._bringing for member in decodes)
+        return any(self._heard_s - self._differs_s.get(member.life, -math.inf) < SETTLE_S for member in decodes)
 
     def next_deadline(self) -> float | None:
         return None if self.update is None else self.update.deadline_s
@@ -201,6 +208,7 @@ class FleetWeights:
     def left(self, member: Member, now: float) -> Change:
         """It serves nothing any more, and keeps nobody waiting."""
         self._bringing.pop(member.life, None)
+        self._differs_s.pop(member.life, None)
         self._unable.pop(member.life, None)
         self._to_rename.discard(member.life)
         is_gone = self.update is None and not any(True for _ in self._members())
@@ -221,9 +229,12 @@ class FleetWeights:
 
     def heard(self, member: Member, now: float) -> Change:
         """A heartbeat says what the member computes with."""
-        change = Change()
+        change, self._heard_s = Change(), now
         if self.update is None and not self._fits(member) and member.life not in self._bringing:
+            self._differs_s.setdefault(member.life, now)
             change.more_can_serve = self._follow_others()
+        if self._fits(member):
+            self._differs_s.pop(member.life, None)
         if member.weights == self.target and member.weight_version == self.version:
             self._to_rename.discard(member.life)
         elif self.update is None and member.weights == self.target and member.life not in self._to_rename:

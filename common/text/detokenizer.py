@@ -252,7 +252,7 @@ class _OpenText:
             ending = Finished("stop", self._stops.matched)
         text, self._ahead = self._ahead + text, ""
         told = tuple(logprobs[: len(token_ids)])
-        thoughts = 0 if self._parts is None else self._parts.thought_tokens
+        thoughts = 0 if self._parts is None else min(self._parts.thought_tokens, order.next)
         delta = TextDelta(key, first, tuple(token_ids), text, ending, told, drafts=order.drafts, thought_tokens=thoughts)
         order.drafts = 0, 0
         if first or not token_ids:

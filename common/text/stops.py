@@ -34,6 +34,10 @@ class AnswerReader(Protocol):
     def region(self) -> Region:
         """What the next character is, as far as that is known."""
 
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer may end here: not within thoughts, nor within a call."""
+
     def push(self, text: str) -> Sequence[Piece]:
         """The pieces that are settled now. Joined, all of them are the text."""
 
@@ -122,7 +126,7 @@ class PartStops:
 
     def ends_at(self, token_id: int) -> bool:
         """Whether this token ends the answer where it is now."""
-        return token_id in self._tokens and (self._reader.region == "answer")
+        return token_id in self._tokens and self._reader.may_end
 
     def push(self, text: str, ends: bool = True) -> str:
         """Take the text of the next token. Returns the text that is certain to stay. ends: see `StopStrings`."""

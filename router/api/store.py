@@ -141,10 +141,10 @@ class Store:
             try:
                 while not working.done():
                     left_s = STALLED_S - self.stalled_s()
-                    if left_s <= 0:
+                    await asyncio.wait({working}, timeout=max(0.0, left_s))  # a loop that stood still hears of it here
+                    if left_s <= 0 and not working.done():
                         self._stalled_since_s = time.monotonic() - self.stalled_s()
-                        raise StoreFailed(f"{self.trouble()}: try again later, or without the store")
-                    await asyncio.wait({working}, timeout=left_s)
+                        raise StoreFailed(f"{self.trouble()}, and may do this all the same: try again later, or without it")
                 return working.result()
             finally:
                 del self._calls[working]

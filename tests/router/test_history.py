@@ -81,3 +81,13 @@ def test_the_log_is_spared_where_a_thousand_change_at_once_and_the_latest_are_ke
     assert len(history.events) == MOST_KEPT and history.events[-1].at == UNIX_S + 1.5
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == MOST_LOGGED + 2 and lines[-2].startswith(f"{1000 - MOST_LOGGED} more changes")
+
+
+def test_a_warning_is_written_although_many_joined_in_its_second(caplog: pytest.LogCaptureFixture) -> None:
+    history = FleetHistory(UNIX_S)
+    for number in range(MOST_LOGGED + 5):
+        history.tell("joined", f"d{number}", "joined", 0.5)
+    history.tell("left", "d0", "is lost: step 7 failed", 0.6, level=logging.WARNING)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "d0 is lost: step 7 failed"
+    ]

@@ -29,6 +29,7 @@ from common.messages import (
 from common.messages.variants import WeightsOnDisk
 from common.sampling_params import SamplingParams
 from router.requests import ChoiceDelta, Places, RequestSpec
+from router.weights import SETTLE_S
 from tests.builders import key
 from tests.router.bench import D0, D1, P0, P1, PROMPT, Bench, cancels, close, generates, spec
 from tests.router.fakes import flush, says
@@ -282,3 +283,34 @@ def test_an_instance_with_other_weights_than_the_fleet_keeps_nobody_waiting() ->
     assert "d0 is updating" in reason
     with pytest.raises(Unavailable, match="d0 is updating"):
         bench.submit(spec(), at=1.0)
+
+
+def test_a_request_that_waits_while_weights_settle_waits_on_in_a_pause() -> None:
+    bench = Bench()
+    bench.members = [P0, D0]
+    for member in bench.members:
+        bench.core.receive(Register(instance=member, weights=Digest("old")), 0.0)
+    flush(bench.core.fleet, 0.0)
+    for member in (P0, D0, P0, D0):
+        reports(bench, member, "old", 0.1)
+    reports(bench, D0, "new", 1.0)
+    bench.submit(spec(), at=1.0)
+    bench.core.fleet.weights.pause(holds_steps=False)
+    bench.core.requests.tick(20.0, {DETOKENIZER: 20.0})
+    assert len(bench.core.requests) == 1 and bench.client.take() == []
+
+
+def test_weights_that_stay_different_keep_requests_waiting_for_a_while_only() -> None:
+    bench = Bench()
+    bench.members = [P0, D0]
+    for member in bench.members:
+        bench.core.receive(Register(instance=member, weights=Digest("old")), 0.0)
+    flush(bench.core.fleet, 0.0)
+    for member in (P0, D0, P0, D0):
+        reports(bench, member, "old", 0.1)
+    reports(bench, D0, "new", 1.0)
+    assert bench.core.unready() == []
+    reports(bench, D0, "new", 1.0 + SETTLE_S)
+    assert "d0 is updating" in bench.core.unready()[0]
+    with pytest.raises(Unavailable, match="d0 is updating"):
+        bench.submit(spec(), at=1.0 + SETTLE_S)

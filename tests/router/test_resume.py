@@ -324,6 +324,9 @@ def test_deaths_from_outside_and_last_words_of_a_former_life_or_about_a_former_a
     for attempt in range(8):
         at = next(each for each in bench.members if bench.assigned().get(each.id))
         bench.text(attempt, "a", attempt=attempt)
+        other = next(each for each in bench.members if each is not at)
+        (other_member,) = (each for each in bench.core.fleet.members() if each.info.id == other.id)
+        bench.core.requests.suspect([key(attempt=attempt)], other_member, "no part of it runs there")
         stolen = replace(at, incarnation=Incarnation("other"))
         assert step_failed(bench, stolen, attempt, 1.0) == []
         assert len(generates(step_failed(bench, at, attempt if attempt == 3 else 99, 1.0, names_it=attempt != 5))) == 1

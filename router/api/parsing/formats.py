@@ -192,12 +192,14 @@ class AnswerFormat:
         """A reader of one answer for the detokenizer, which does not know the schemas of functions."""
         thoughts, read = self._readers({name: {} for name in parts.functions}, parts.thoughts)
         marks = [] if self.thoughts is None else [self.thoughts.begin, self.thoughts.end]
+        closes: Sequence[str] = ()
         if self.has_channels:
             marks += readers.CHANNEL_MARKS
         elif self.tools is not None and parts.functions:
-            marks += (*self.tools.opens, *self.tools.closes)
+            closes = tuple(self.tools.closes)
+            marks += (*self.tools.opens, *closes)
         named = frozenset(mark for mark in marks if mark.strip())
-        return AnswerRegions(named, thoughts=thoughts, opened=parts.opened, read_tools=read)
+        return AnswerRegions(named, closes, thoughts=thoughts, opened=parts.opened, read_tools=read)
 
     def _readers(self, schemas: Schemas, separates: bool) -> tuple[Thoughts | None, ToolReader | None]:
         """What reads the thoughts of answers, and what reads the rest. schemas: of the functions that they may call."""

@@ -4,7 +4,7 @@ Owns the text that is not settled yet. Reads with the readers that make the answ
 two never differ. Runs in the detokenizer, which looks for stops; see `common.text.stops`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from common.text.stops import Piece, Region
 from router.api.parsing.parser import GrowingText, Thoughts, ToolReader, read_content, read_parts
@@ -14,8 +14,18 @@ class AnswerRegions:
     """Implements `AnswerReader`, and `AnswerSink` for its own reading. marks: those of the format. For the others see
     `AnswerParser`."""
 
-    def __init__(self, marks: Collection[str], *, thoughts: Thoughts | None, opened: bool, read_tools: ToolReader | None) -> None:
+    def __init__(
+        self,
+        marks: Collection[str],
+        closes: Sequence[str] = (),
+        *,
+        thoughts: Thoughts | None,
+        opened: bool,
+        read_tools: ToolReader | None,
+    ) -> None:
+        """closes: those of the marks that end a call, or all calls."""
         self.marks = marks
+        self._closes = tuple(mark.strip() for mark in closes if mark.strip())
         self._source = GrowingText()
         self._text = ""
         """What is not settled."""
@@ -33,6 +43,13 @@ class AnswerRegions:
     def region(self) -> Region:
         unsettled = self._text[: self._source.place - self._settled]
         return "mark" if self._within == "answer" and unsettled.strip() else self._within
+
+    @property
+    def may_end(self) -> bool:
+        if self.region != "mark":
+            return self.region == "answer"
+        unsettled = self._text[: self._source.place - self._settled]
+        return unsettled.rstrip().endswith(self._closes) if self._closes else False
 
     def push(self, text: str) -> list[Piece]:
         self._text += text

@@ -208,6 +208,16 @@ def test_a_stop_token_ends_the_answer_and_neither_thoughts_nor_calls(tmp_path: P
     assert spec.sampling.stop_token_ids == (), "an instance would stop within thoughts"
 
 
+def test_a_stop_token_right_behind_a_call_ends_the_answer(tmp_path: Path) -> None:
+    model = write_stand_in(QWEN3, tmp_path)
+    (letter,) = Chat(model=model).ids("x")
+    chat = Chat(model=model, fields={"stop_token_ids": [letter], "tools": TOOLS})
+    call = '<tool_call>\n{"name": "weather", "arguments": {"x": "x"}}\n</tool_call>'
+    for text in (f"{call}x and on<|im_end|>", f"Well {call}{call}x and on<|im_end|>"):
+        deltas = chat.deltas(chat.ids(text))
+        assert deltas[-1].ending == Finished("stop", letter) and "and on" not in "".join(delta.text for delta in deltas)
+
+
 def test_thoughts_that_stay_in_the_content_are_text_to_stops(tmp_path: Path) -> None:
     chat = Chat(model=write_stand_in(QWEN3, tmp_path), fields={"stop": "STOP", "separate_reasoning": False})
     (delta,) = chat.deltas(chat.ids("<think>I STOP here</think>So.<|im_end|>"))
