@@ -21,6 +21,10 @@ class Brackets:
     def region(self) -> Region:
         return self._region
 
+    @property
+    def may_end(self) -> bool:
+        return self._region == "answer"
+
     def push(self, text: str) -> Sequence[Piece]:
         if self._region == "answer":
             return [("answer", text)]
