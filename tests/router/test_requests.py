@@ -255,7 +255,8 @@ def reports(bench: Bench, member: InstanceInfo, weights: str, now: float) -> lis
     return bench.place(sends, now)
 
 
-def test_a_request_that_comes_while_another_router_changes_the_weights_waits_and_is_placed_when_this_one_follows() -> None:
+def half_changed() -> Bench:
+    """One of two members has the weights that another router gives them."""
     bench = Bench()
     bench.members = [P0, D0]
     for member in bench.members:
@@ -264,6 +265,11 @@ def test_a_request_that_comes_while_another_router_changes_the_weights_waits_and
     for member in (P0, D0, P0, D0):
         reports(bench, member, "old", 0.1)
     reports(bench, D0, "new", 1.0)
+    return bench
+
+
+def test_a_request_that_comes_while_another_router_changes_the_weights_waits_and_is_placed_when_this_one_follows() -> None:
+    bench = half_changed()
     assert bench.core.unready() == [] and "requests wait: " in bench.core.degraded()[0]
     assert generates(bench.submit(spec(), at=1.0)) == [], "half of the members is not more than half"
     assert len(generates(reports(bench, P0, "new", 1.1))) == 1
@@ -286,14 +292,7 @@ def test_an_instance_with_other_weights_than_the_fleet_keeps_nobody_waiting() ->
 
 
 def test_a_request_that_waits_while_weights_settle_waits_on_in_a_pause() -> None:
-    bench = Bench()
-    bench.members = [P0, D0]
-    for member in bench.members:
-        bench.core.receive(Register(instance=member, weights=Digest("old")), 0.0)
-    flush(bench.core.fleet, 0.0)
-    for member in (P0, D0, P0, D0):
-        reports(bench, member, "old", 0.1)
-    reports(bench, D0, "new", 1.0)
+    bench = half_changed()
     bench.submit(spec(), at=1.0)
     bench.core.fleet.weights.pause(holds_steps=False)
     bench.core.requests.tick(20.0, {DETOKENIZER: 20.0})
@@ -301,14 +300,7 @@ def test_a_request_that_waits_while_weights_settle_waits_on_in_a_pause() -> None
 
 
 def test_weights_that_stay_different_keep_requests_waiting_for_a_while_only() -> None:
-    bench = Bench()
-    bench.members = [P0, D0]
-    for member in bench.members:
-        bench.core.receive(Register(instance=member, weights=Digest("old")), 0.0)
-    flush(bench.core.fleet, 0.0)
-    for member in (P0, D0, P0, D0):
-        reports(bench, member, "old", 0.1)
-    reports(bench, D0, "new", 1.0)
+    bench = half_changed()
     assert bench.core.unready() == []
     reports(bench, D0, "new", 1.0 + SETTLE_S)
     assert "d0 is updating" in bench.core.unready()[0]
